@@ -6,12 +6,22 @@ from subprocess import PIPE, Popen
 
 import torch
 
-from segue.kv.config import KVConfig
-from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, Span, TransferId, new_incarnation, new_room
-from segue.kv.layout.spec import KVShape, PoolSpec
-from segue.kv.manager import KVManager
-from segue.kv.protocol.messages import Metadata
-from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv import (
+    Incarnation,
+    KVConfig,
+    KVManager,
+    KVPoll,
+    KVShape,
+    LeaderId,
+    Metadata,
+    PoolSpec,
+    Role,
+    Span,
+    TransferId,
+    allocate,
+    new_incarnation,
+    new_room,
+)
 
 TOKENS, PAGES = 1000, range(125)
 SHAPE = KVShape(layers=30, kv_heads=3, k_dim=64, v_dim=64, dtype="float16", item_bytes=2)

@@ -8,12 +8,7 @@ import queue
 
 import numpy as np
 
-from segue.kv.config import KVConfig
-from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
-from segue.kv.layout.spec import KVShape
-from segue.kv.manager import KVManager
-from segue.kv.protocol.messages import Metadata
-from segue.kv.transport.memory.tensors import pool_of
+from segue.kv import KVConfig, KVManager, KVPoll, KVShape, Metadata, Role, Span, TransferId, new_room, pool_of
 
 LAYERS, PAGES, SIZE, HEADS, DIM, TOKENS = 4, 32, 16, 8, 64, 300
 SHAPE = KVShape(layers=LAYERS, kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype="float16", item_bytes=2)

@@ -13,15 +13,20 @@ from subprocess import PIPE, Popen
 import numpy as np
 from torch.distributed import FileStore
 
-from segue.kv.agreement import Agreement
-from segue.kv.config import KVConfig
-from segue.kv.errors import TransferFailed
-from segue.kv.ids import KVPoll, Role, Span, TransferId
-from segue.kv.layout.spec import KVShape
-from segue.kv.manager import KVManager
-from segue.kv.protocol.messages import Metadata
-from segue.kv.torch_group import TorchGroup
-from segue.kv.transport.memory.tensors import pool_of
+from segue.kv import (
+    Agreement,
+    KVConfig,
+    KVManager,
+    KVPoll,
+    KVShape,
+    Metadata,
+    Role,
+    Span,
+    TorchGroup,
+    TransferFailed,
+    TransferId,
+    pool_of,
+)
 
 RANKS, LAYERS, SIZE, HEADS, DIM = 2, 4, 16, 4, 64
 ROOMS, TOKENS, FAILS = range(1, 7), 64, 5

@@ -17,7 +17,7 @@ KV_BASE = {
     "errors",
     "ids",
     "limits",
-    "model_identity",
+    "model_match",
     "path_figures",
     "pending",
 }
@@ -51,8 +51,8 @@ FLOORS = {
 #: Packages beside the floors: what each may import, and who may import it.
 SIDE_MAY_IMPORT = {
     "lab": set[str](),
-    "lab.advise": {"kv.base"},
-    "lab.bench": {"kv", "kv.base", "kv.layout", "kv.transport"},
+    "lab.advise": {"kv"},
+    "lab.bench": {"kv.base", "kv.layout", "kv.transport"},
     "lab.sim": set(FLOORS) - {"cli"},
     "integrations": {"kv"},
 }
@@ -215,6 +215,23 @@ def floor_faults(source: Source) -> list[str]:
         if not legal:
             faults.append(f"{source.name} imports segue.{other}, which its package must not")
     return faults
+
+
+#: The two packages of `kv` whose names others may import; `lab` alone looks inside.
+FACES = {"segue.kv", "segue.kv.session"}
+
+
+def face_faults(source: Source) -> list[str]:
+    """Imports from within `kv` by a package above it; an engine of others needs `segue.kv` alone."""
+    top = source.package.partition(".")[0]
+    if top in {"", "kv", "lab"}:
+        return []
+    allowed = {"segue.kv"} if top == "integrations" else FACES
+    return [
+        f"{source.name} imports {module}, not from {' or '.join(sorted(allowed))}"
+        for module in sorted(set(imported_modules(source)))
+        if module.startswith("segue.kv") and _is_module(module) and module not in allowed
+    ]
 
 
 def purity_faults(source: Source) -> list[str]:

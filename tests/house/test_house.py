@@ -1,11 +1,16 @@
 """The rules of CONTRIBUTING.md, enforced: floors, purity, safety, docstrings, frozen messages."""
 
+import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import rules
+
+from segue.kv import SegueError
 
 MODULES = list(rules.sources())
 NAMES = [s.name for s in MODULES]
@@ -27,6 +32,7 @@ def test_no_two_modules_share_a_name() -> None:
     "rule",
     [
         rules.floor_faults,
+        rules.face_faults,
         rules.purity_faults,
         rules.safety_faults,
         rules.guard_faults,
@@ -69,6 +75,42 @@ def test_import_brings_no_torch(module: str) -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
 
 
+def test_the_library_needs_three_packages_and_no_settings() -> None:
+    """All names of the face load with msgspec, numpy, xxhash and uvloop, but for the one that is torch's. (msgspec takes
+    typing_extensions where it is there.)"""
+    code = """
+import sys, segue.kv, segue.kv.session
+for face in (segue.kv, segue.kv.session):
+    assert all(getattr(face, name) is not None for name in face.__all__ if name != "TorchGroup")
+files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+ours = {name for name in files if name.startswith("segue.") and not name.startswith("segue.kv")}
+others = {name.partition(".")[0] for name, file in files.items() if "site-packages" in file}
+print(sorted(ours), sorted(others - {"_distutils_hack", "typing_extensions", "msgspec", "numpy", "uvloop", "xxhash"}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[] []", "")
+
+
+@pytest.mark.parametrize("face", sorted(rules.FACES))
+def test_each_name_of_a_face_is_known_to_type_checkers_and_documented(face: str) -> None:
+    module = importlib.import_module(face)
+    tree = ast.parse(Path(module.__file__ or "").read_text())
+    checked = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname: node.module
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == module._MODULE_OF
+    submodules = {path.stem for path in Path(module.__file__ or "").parent.iterdir()}
+    assert submodules & set(module.__all__) == set(), "an import of the module would hide the name"
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, type) and not issubclass(value, SegueError):  # these are drawn in their module
+            assert value.__doc__, f"{name} has no docstring"
+
+
 @pytest.mark.parametrize("package", sorted(rules.PURE))
 def test_pure_package_imports_alone(package: str) -> None:
     """All modules of a pure package load, and what they load is free of sockets, loops and torch."""
@@ -100,6 +142,9 @@ def test_pure_package_imports_alone(package: str) -> None:
             "segue.kv.ids",
             "import importlib\nimportlib.import_module('segue.engine.engine_api')",
         ),
+        (rules.face_faults, "segue.engine.x", "from segue.kv.ids import Role"),
+        (rules.face_faults, "segue.server.instance.x", "from segue.kv.session import tls"),
+        (rules.face_faults, "segue.integrations.x", "from segue.kv.session import SessionNode"),
         (rules.purity_faults, "segue.server.schedulers.x", "from time import monotonic"),
         (rules.task_faults, "segue.kv.x", "import asyncio\nt = asyncio.create_task(f())"),
         (rules.task_faults, "segue.kv.x", "def f(loop):\n    return loop.create_task"),
@@ -140,6 +185,8 @@ def test_rule_sees_a_fault(rule: Rule, name: str, text: str) -> None:
         (rules.floor_faults, "segue.lab.sim.x", "from segue.kv import manager"),
         (rules.floor_faults, "segue.server.instance.x", "from segue.server.observe import metrics"),
         (rules.floor_faults, "segue.kv.protocol.x", "from segue.kv.layout.spec import PoolSpec"),
+        (rules.face_faults, "segue.server.instance.x", "from segue.kv.session import SessionNode"),
+        (rules.face_faults, "segue.lab.sim.x", "from segue.kv.manager import KVManager"),
         (rules.purity_faults, "segue.server.instance.x", "import socket"),
         (rules.safety_faults, "segue.engine.x", "model.eval()"),
         (rules.guard_faults, "segue.server.http.guarded_http", "import uvicorn"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 #: Modules of the `engine` extra by what they are needed for. `pip` fetches the default model alone.
 ENGINE = (

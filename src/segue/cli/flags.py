@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.flag_aliases import IN_SERVE, OLD_NAMES
 from segue.server.settings.layers import Layers, Setting, branches, build, hint, leaves, parse_toml, settings

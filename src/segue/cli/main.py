@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 from segue import __version__
 from segue.cli import flags
-from segue.kv.errors import ConfigError, SegueError
-from segue.kv.ids import Role
+from segue.kv import ConfigError, Role, SegueError
 from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import nearest
 from segue.server.settings.operator_config import DoctorConfig

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from segue.engine.request import Grammar, SamplingParams
-from segue.kv.errors import ErrorInfo, Internal, InvalidRequest, SegueError
-from segue.kv.ids import Span
-from segue.kv.layout.spec import PoolSpec
-from segue.kv.protocol.messages import TokenLogprob
+from segue.kv import ErrorInfo, Internal, InvalidRequest, PoolSpec, SegueError, Span, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from segue.engine.grammar_check import GrammarChecker
 from segue.engine.request import Grammar
-from segue.kv.errors import Internal, InvalidRequest, OutOfCapacity, SegueError
+from segue.kv import Internal, InvalidRequest, OutOfCapacity, SegueError
 
 if TYPE_CHECKING:
     import transformers

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from segue.engine.request import Grammar
-from segue.kv.errors import DECODE_ERRORS, Internal, InvalidRequest, OutOfCapacity
+from segue.kv import DECODE_ERRORS, Internal, InvalidRequest, OutOfCapacity
 
 #: CPU seconds and MiB for one grammar. What the counts bound takes a tenth of both.
 CPU_S = 1.0

@@ -9,12 +9,19 @@ import torch
 import xxhash
 
 from segue.engine.pool_size import state_slots
-from segue.kv.errors import ChecksumMismatch, ConfigError, InvalidRequest
-from segue.kv.ids import RankCoord
-from segue.kv.layout.content import Part
-from segue.kv.layout.spec import STATE_ALIGN, KVShape, PoolSpec
-from segue.kv.transport.memory.pool_memory import Memory, allocate
-from segue.kv.transport.probe import SCRATCH_BYTES
+from segue.kv import (
+    SCRATCH_BYTES,
+    STATE_ALIGN,
+    ChecksumMismatch,
+    ConfigError,
+    InvalidRequest,
+    KVShape,
+    Memory,
+    Part,
+    PoolSpec,
+    RankCoord,
+    allocate,
+)
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 
-from segue.kv.errors import Internal, OutOfCapacity
+from segue.kv import Internal, OutOfCapacity
 
 
 def runs(pages: Iterable[int]) -> list[tuple[int, int]]:

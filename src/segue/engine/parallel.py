@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from segue.kv.ids import RankCoord
+from segue.kv import RankCoord
 
 
 class ParallelSize(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 #: Pools are resident from the start, so without a word from the user they stay modest.
 AUTO_KV_MAX_BYTES = 2 * 2**30

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from segue.engine.pages import PagePool
-from segue.kv.errors import Internal, OutOfCapacity
+from segue.kv import Internal, OutOfCapacity
 
 #: When pages are missing, at least one in so many of the pool is evicted: evicted one by one they come back
 #: from anywhere, and no sequence has two neighbours.

@@ -10,9 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from segue.kv.errors import ErrorInfo
-from segue.kv.ids import FinishReason
-from segue.kv.protocol.messages import TokenLogprob
+from segue.kv import ErrorInfo, FinishReason, TokenLogprob
 
 #: From who takes outputs and whose client is behind: to be awaited before the next output.
 Wait = Callable[[], Awaitable[None]]

@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 
 from segue.engine.engine_api import SequenceResult
 from segue.engine.request import Grammar, SamplingParams
-from segue.kv.errors import Internal, InvalidRequest
-from segue.kv.protocol.messages import TokenLogprob
+from segue.kv import Internal, InvalidRequest, TokenLogprob
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300

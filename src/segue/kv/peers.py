@@ -11,7 +11,7 @@ import msgspec
 from segue.kv.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused
 from segue.kv.ids import Role
 from segue.kv.layout.planner import PairPlan, plan_pair
-from segue.kv.model_identity import model_difference
+from segue.kv.model_match import model_difference
 from segue.kv.path_figures import PathCandidate, PathChoice
 from segue.kv.protocol.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, PathMessage
 from segue.kv.session.api import PeerInfo, Session

@@ -2,7 +2,7 @@
 
 import pytest
 
-from segue.kv.model_identity import model_difference, model_identity
+from segue.kv.model_match import model_difference, model_identity
 
 A, B = "a" * 64, "b" * 64
 

@@ -16,7 +16,7 @@ from segue.cli.commands.advise_flags import AdviseConfig, config_of, wire_of
 from segue.cli.extras import ENGINE, need
 from segue.cli.terminal import terminal
 from segue.engine.cpu.processor import AUTO, this_processor
-from segue.kv.errors import DECODE_ERRORS, ConfigError
+from segue.kv import DECODE_ERRORS, ConfigError
 from segue.lab.advise.advice import Advice, Question, advise
 from segue.lab.advise.costs import (
     Hardware,
@@ -192,7 +192,7 @@ def _measure(config: AdviseConfig) -> MeasuredMachine:
         raise ConfigError(f"{folder / 'config.json'} does not say how large the model's KV is")
     from segue.cli.commands.advise_measure import measure
     from segue.cli.doctor.doctor_command import transport_rows
-    from segue.kv.transport.kinds import KINDS
+    from segue.kv import KINDS
 
     rows, _ = transport_rows(KINDS.available())
     wires = tuple(

@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 from segue.server.settings.commands import DTYPES
 
 _GIVE = (

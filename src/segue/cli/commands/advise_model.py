@@ -10,7 +10,7 @@ from segue.engine.model_names import DEFAULT_MODEL, is_hub_name
 from segue.engine.models.deepseek import DEEPSEEK_FAMILIES, latent_items
 from segue.engine.models.folders import read_json
 from segue.engine.models.hybrid import kv_layers
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 from segue.lab.advise.costs import ModelCosts
 
 _DENSE = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")

@@ -22,8 +22,8 @@ from rich.table import Table
 from segue import __version__
 from segue.cli.commands.bench_flags import MAX_CONNECTIONS, BenchConfig, config_of
 from segue.cli.terminal import progress, terminal
-from segue.kv.errors import ConfigError, SegueError
-from segue.kv.session.tasks import awaited
+from segue.kv import ConfigError, SegueError
+from segue.kv.session import awaited
 from segue.lab.bench.loadgen import ClientConnection, Failure, Target, fetch_json, stream
 from segue.lab.bench.stats import RequestTimes, summary
 from segue.server.frontend.keys import read_keys

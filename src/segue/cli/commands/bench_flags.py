@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 MAX_REQUESTS = 1_000_000
 MAX_CONNECTIONS = 4096

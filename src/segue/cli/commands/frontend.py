@@ -19,9 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from segue.cli.commands.models import resolve
-from segue.kv.errors import ConfigError, SegueError
-from segue.kv.session.tasks import awaited, background
-from segue.kv.session.tls import Tls, tls_from_files
+from segue.kv import ConfigError, SegueError
+from segue.kv.session import Tls, awaited, background, tls_from_files
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.frontend.doorway import Doorway

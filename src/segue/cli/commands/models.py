@@ -14,7 +14,7 @@ from segue.engine.models.deepseek import latent_items
 from segue.engine.models.hybrid import kv_layers, state_tensors
 from segue.engine.models.model_fingerprint import weight_count
 from segue.engine.pool_size import ModelSize
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 #: What a model's description says in whole numbers, of what its KV and its states are computed from.
 _SIZES = (

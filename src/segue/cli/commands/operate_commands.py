@@ -11,10 +11,8 @@ import msgspec
 
 from segue.cli import flags
 from segue.cli.commands.operate_flags import seconds
-from segue.kv.errors import NotFound
-from segue.kv.ids import LeaderId, Role
-from segue.kv.limits import Limits
-from segue.kv.session.tls import tls_from_files
+from segue.kv import LeaderId, Limits, NotFound, Role
+from segue.kv.session import tls_from_files
 from segue.server.fleet.life import told
 from segue.server.fleet.operator import Operator, Row, operator
 from segue.server.messages.operate import PairSight, Sight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from segue.cli import flags
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 from segue.server.settings.operator_config import OperatorConfig
 
 #: What `drain` and `resume` wait for unless `--timeout` says otherwise, in seconds.

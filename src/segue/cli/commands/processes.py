@@ -22,10 +22,8 @@ from segue.cli.commands.models import located, model_size, resolve
 from segue.engine.cpu.processor import this_processor
 from segue.engine.model_names import served_name
 from segue.engine.models.model_store import cache_folder
-from segue.kv.errors import ConfigError, Internal, OutOfCapacity, SegueError
-from segue.kv.ids import Role
-from segue.kv.limits import Limits
-from segue.kv.session.tls import Tls, tls_from_files
+from segue.kv import ConfigError, Internal, Limits, OutOfCapacity, Role, SegueError
+from segue.kv.session import Tls, tls_from_files
 from segue.server.frontend.keys import read_keys
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.host import this_host
@@ -124,7 +122,7 @@ def _interruptible() -> Iterator[None]:
 
 def check_transport(setting: str) -> None:
     """Raise a ConfigError for a transport that does not exist, or that was named and cannot work here."""
-    from segue.kv.transport.kinds import AUTO_TRANSPORT, KINDS, USABLE
+    from segue.kv import AUTO_TRANSPORT, KINDS, USABLE
 
     named = [name for name in setting.split(",") if name != AUTO_TRANSPORT]
     found = KINDS.available() if named else {}

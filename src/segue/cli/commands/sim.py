@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from segue.cli.commands.sim_flags import add_arguments
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 from segue.lab.sim.run import Outcome, load, replay_command, run_scenario, shrink
 
 #: Runs that may be spent on making a failing scenario smaller.

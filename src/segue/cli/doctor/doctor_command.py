@@ -12,10 +12,8 @@ from rich.text import Text
 from segue.cli.doctor import host_checks, host_facts, instance_checks
 from segue.cli.doctor.host_checks import Check
 from segue.cli.terminal import terminal
-from segue.kv.errors import ConfigError
-from segue.kv.session import tls
-from segue.kv.transport.kinds import KINDS, USABLE
-from segue.kv.transport.probe import FAR_UNDER
+from segue.kv import FAR_UNDER, KINDS, USABLE, ConfigError
+from segue.kv.session import tls_from_files
 from segue.lab.bench import transport_probe
 from segue.lab.bench.transport_probe import Speed
 from segue.server.settings.operator_config import DoctorConfig
@@ -70,7 +68,7 @@ def speed_check(speed: Speed) -> Check:
 
 def examine(config: DoctorConfig) -> Report:
     """Everything that can be seen and measured. Raises ConfigError for a setting."""
-    encryption = tls.tls_from_files(config.tls, None)
+    encryption = tls_from_files(config.tls, None)
     facts = host_facts.gather(config.cache)
     rows, speeds = transport_rows(facts.transports)
     found = [*host_checks.checks(facts), *speeds]

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from segue.cli.doctor.host_facts import ENGINE_PACKAGES, PORTS, TRANSPORT_PACKAGES, HostFacts
-from segue.kv.transport.kinds import USABLE
+from segue.kv import USABLE
 
 GIB, MIB = 2**30, 2**20
 #: Below these a default deployment of the default model does not fit.

@@ -24,8 +24,7 @@ from pathlib import Path
 import psutil
 
 from segue.engine.cpu.processor import Processor, this_processor
-from segue.kv.transport.kinds import KINDS
-from segue.kv.transport.memory.host_memory import limited_groups
+from segue.kv import KINDS, limited_groups
 from segue.server.instance.host import this_host
 
 #: What the engine cannot be without.

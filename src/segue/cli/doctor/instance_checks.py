@@ -9,12 +9,8 @@ from itertools import product
 
 from segue import __version__
 from segue.cli.doctor.host_checks import Check
-from segue.kv.errors import SegueError
-from segue.kv.ids import Role
-from segue.kv.limits import Limits
-from segue.kv.model_identity import model_difference
-from segue.kv.session.tls import Tls
-from segue.kv.transport.kinds import KINDS
+from segue.kv import KINDS, Limits, Role, SegueError, model_difference
+from segue.kv.session import Tls
 from segue.server.registry.registry_kinds import open_backend
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 

@@ -25,10 +25,7 @@ from segue.engine.engine_api import (
 from segue.engine.models.progress import step
 from segue.engine.packing import Packed, Segment, StepLimits, check, pack
 from segue.engine.request import SamplingParams
-from segue.kv.errors import ConfigError, Internal, InvalidRequest, SegueError
-from segue.kv.layout.spec import PoolSpec
-from segue.kv.protocol.messages import TokenLogprob
-from segue.kv.transport.memory.pool_memory import Memory
+from segue.kv import ConfigError, Internal, InvalidRequest, Memory, PoolSpec, SegueError, TokenLogprob
 
 if TYPE_CHECKING:
     from segue.engine.grammar import GrammarCompiler

@@ -24,8 +24,7 @@ from segue.engine.packing import Packed
 from segue.engine.ranks.collectives import ALONE, Place
 from segue.engine.ranks.experts import SharedExperts, share_experts
 from segue.engine.ranks.slicing import cut, part_of
-from segue.kv.errors import ConfigError, Internal
-from segue.kv.transport.memory.pool_memory import Memory
+from segue.kv import ConfigError, Internal, Memory
 
 
 class Forward(Protocol):

@@ -23,7 +23,7 @@ from segue.engine.models.families import LoadedModel, has_attention
 from segue.engine.models.hybrid import QWEN_FAMILIES
 from segue.engine.ranks.collectives import Place, TensorGroup
 from segue.engine.ranks.slicing import AbsentLayer
-from segue.kv.errors import ConfigError, Internal
+from segue.kv import ConfigError, Internal
 
 #: Tokens per row that may tie for the best logit and are told apart; more say that nothing is known.
 MAX_TIES = 256

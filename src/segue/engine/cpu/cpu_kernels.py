@@ -38,7 +38,7 @@ from segue.engine.cpu.cpu_numba import (
 )
 from segue.engine.cpu.kernel_cache import Source, compile_kernels
 from segue.engine.models.model_store import cache_folder
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 #: Tokens whose scores are held at once; with their K and V they fit into the first-level cache.
 BLOCK_TOKENS = 128

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 log = logging.getLogger("segue.store")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 DEEPSEEK_FAMILIES = ("deepseek_v2", "deepseek_v3")
 

@@ -20,9 +20,7 @@ from segue.engine.models.hybrid import HYBRID_FAMILIES, QWEN_FAMILIES, state_ten
 from segue.engine.models.progress import counted
 from segue.engine.models.qwen_hybrid import reshape_qwen
 from segue.engine.models.supported import refuse_options, refuse_unsupported
-from segue.kv.errors import ConfigError, Internal
-from segue.kv.layout.content import Part
-from segue.kv.layout.spec import KVShape
+from segue.kv import ConfigError, Internal, KVShape, Part
 
 #: What transformers' models are told to call for attention.
 ATTENTION_NAME = "segue_paged"

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 _MAX_HEADER_BYTES = 100 * 2**20
 

@@ -24,7 +24,7 @@ from segue.engine.models import child
 from segue.engine.models.child import Progress
 from segue.engine.models.folders import check_folder, check_room, read_json
 from segue.engine.models.supported import refuse_unsupported
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 #: A day for all of it, and five minutes without a byte; a large model on a slow line takes hours.
 DEADLINE_S = 86400.0

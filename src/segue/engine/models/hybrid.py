@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue.kv.errors import ConfigError
-from segue.kv.layout.spec import StateTensor
+from segue.kv import ConfigError, StateTensor
 
 QWEN_FAMILIES = ("qwen3_5_text", "qwen3_next")
 

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 * 2**20

@@ -30,7 +30,7 @@ from segue.engine.model_names import DEFAULT_MODEL, is_hub_name
 from segue.engine.models import child, hub
 from segue.engine.models.child import Progress, report
 from segue.engine.models.folders import check_folder, check_room
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 #: A new number makes every conversion a new one; raise it when what is written changes.
 CONVERSION = 1

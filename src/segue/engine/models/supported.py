@@ -8,7 +8,7 @@ from typing import Any
 
 from segue.engine.models.deepseek import DEEPSEEK_FAMILIES, DEEPSEEK_ONLY, refuse_deepseek_options
 from segue.engine.models.hybrid import HYBRID_FAMILIES, HYBRID_ONLY, QWEN_FAMILIES, refuse_hybrid_options
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 #: model_type in config.json, by which a family is known.
 FAMILIES = (

@@ -26,8 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do no
 )
 
 from segue.engine.parallel import ParallelSize
-from segue.kv.errors import ConfigError, PeerLost
-from segue.kv.ids import RankCoord
+from segue.kv import ConfigError, PeerLost, RankCoord
 
 #: What one layer of a chunk may take on the slowest rank.
 TIMEOUT_S = 30.0

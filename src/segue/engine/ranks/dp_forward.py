@@ -12,7 +12,7 @@ from segue.engine.engine_api import HostPages
 from segue.engine.kvpool import HostKV, KVPool
 from segue.engine.packing import Packed
 from segue.engine.ranks.dp_group import DpGroup
-from segue.kv.errors import SegueError
+from segue.kv import SegueError
 
 
 class DpForward:

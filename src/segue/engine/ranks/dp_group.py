@@ -24,17 +24,17 @@ import msgspec
 import torch
 
 from segue.engine.ranks.collectives import TIMEOUT_S, TensorGroup, meeting_point
-from segue.kv.errors import (
+from segue.kv import (
     DECODE_ERRORS,
     ErrorCode,
     ErrorInfo,
     Internal,
+    Limits,
     PeerLost,
     RankDivergence,
     SegueError,
 )
-from segue.kv.limits import Limits
-from segue.kv.session.tasks import typed
+from segue.kv.session import typed
 
 #: For a rank to load its part of the model, from when the first one has.
 LOAD_S = 600.0

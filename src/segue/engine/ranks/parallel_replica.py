@@ -27,16 +27,8 @@ from segue.engine.kvpool import HostKV, KVPool
 from segue.engine.packing import Packed, pack
 from segue.engine.ranks.collectives import STAGE_S, TIMEOUT_S
 from segue.engine.ranks.pipe import Pipe
-from segue.kv.errors import (
-    DECODE_ERRORS,
-    ErrorCode,
-    ErrorInfo,
-    Internal,
-    PeerLost,
-    RankDivergence,
-    SegueError,
-)
-from segue.kv.session.tasks import typed
+from segue.kv import DECODE_ERRORS, ErrorCode, ErrorInfo, Internal, PeerLost, RankDivergence, SegueError
+from segue.kv.session import typed
 
 #: How long the leader looks for the cause once something has failed.
 CAUSE_S = 1.0

@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 
-from segue.kv.errors import PeerLost, RequestTooLarge
+from segue.kv import PeerLost, RequestTooLarge
 
 HEAD = struct.Struct("!I")
 #: More than any step takes: 64 sequences of 4,096 tokens with all their pages take less than 4 MiB.

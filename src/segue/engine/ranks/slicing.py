@@ -17,10 +17,7 @@ from torch import nn
 from segue.engine.kvpool import DTYPES
 from segue.engine.models.families import LoadedModel, convert
 from segue.engine.parallel import ParallelSize, share
-from segue.kv.errors import ConfigError
-from segue.kv.ids import RankCoord
-from segue.kv.layout.content import Part
-from segue.kv.layout.spec import KVShape
+from segue.kv import ConfigError, KVShape, Part, RankCoord
 
 #: Items of an expert that stay together: torch's grouped product wants rows of a multiple of 16 bytes.
 _ALIGNED = 8

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 from segue.lab.advise.costs import pairs
 from segue.lab.advise.queues import HandOffWire, SimulatedTimes, WorkerKind, WorkerSplit, simulate
 from segue.lab.advise.workload import AskedLoad, LatencyTargets

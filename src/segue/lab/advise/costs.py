@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=10**6)]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 MAX_TOKENS = 10**7
 _PART = re.compile(r"(\d{1,8})(?:-(\d{1,8}))?(?::(\d{1,6}(?:\.\d{1,6})?))?")

@@ -15,9 +15,7 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from segue.engine.request import Output, Request, Usage
-from segue.kv.errors import ErrorCode, ErrorInfo, Internal
-from segue.kv.ids import LeaderId
-from segue.kv.limits import MAX_ATTEMPTS
+from segue.kv import MAX_ATTEMPTS, ErrorCode, ErrorInfo, Internal, LeaderId
 from segue.server.balance.policy import Candidate, PlacementRequest, Policy
 
 #: The other side of the pair is gone, as the one that says so sees it.

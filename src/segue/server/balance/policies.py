@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from segue.kv.errors import ConfigError
-from segue.kv.ids import LeaderId
+from segue.kv import ConfigError, LeaderId
 from segue.server.balance.policy import Candidate, PlacementRequest, Policy, RandBelow
 from segue.server.balance.prefix_index import PrefixIndex
 

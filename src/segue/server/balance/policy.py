@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from segue.engine.request import RankHints
-from segue.kv.ids import Incarnation, LeaderId
+from segue.kv import Incarnation, LeaderId
 from segue.server.messages.control import Load
 
 #: Draws an integer uniformly from `0 … n - 1`; injected, so that tests and the simulator decide.

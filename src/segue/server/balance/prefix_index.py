@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from segue.engine.kv_events import Prefixes, page_hashes
-from segue.kv.ids import LeaderId
+from segue.kv import LeaderId
 
 
 @dataclass(slots=True)

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from segue.kv.errors import BootstrapUnreachable, SegueError
-from segue.kv.ids import Incarnation, LeaderId, Role, new_room
+from segue.kv import BootstrapUnreachable, Incarnation, LeaderId, Role, SegueError, new_room
 from segue.server.direct.meetings import FIND_S, Meeting, Meetings
 from segue.server.direct.rooms import MEET_S, Rooms
 from segue.server.fleet.fleet import Fleet

@@ -15,10 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from segue.kv.errors import SegueError
-from segue.kv.ids import LeaderId, Role
-from segue.kv.session.tasks import awaited, typed
-from segue.kv.session.tls import Tls
+from segue.kv import LeaderId, Role, SegueError
+from segue.kv.session import Tls, awaited, typed
 from segue.server.direct.direct_server import DecodeDoor, InstanceDoor, OwnAndPrefill, PrefillDoor, as_load
 from segue.server.direct.meetings import Meetings
 from segue.server.direct.rooms import Rooms

@@ -14,17 +14,18 @@ from types import TracebackType
 import msgspec
 
 from segue.engine.request import Output, Request, Wait
-from segue.kv.addresses import is_loopback
-from segue.kv.errors import (
+from segue.kv import (
     AbortedByClient,
     BootstrapTimeout,
     BootstrapUnreachable,
     ErrorInfo,
+    Incarnation,
     InvalidRequest,
     OutOfCapacity,
+    Role,
     SegueError,
 )
-from segue.kv.ids import Incarnation, Role
+from segue.kv.session import is_loopback
 from segue.server.direct.rooms import MEET_S
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.replica import Replica

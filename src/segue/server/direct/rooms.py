@@ -12,18 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from segue.kv.errors import (
+from segue.kv import (
+    FAIL_ON_CONFLICT,
     AbortedByClient,
     BootstrapTimeout,
     DeadlineExceeded,
     DpRankOutOfRange,
+    DpRanks,
     ErrorInfo,
     InvalidRequest,
     OutOfCapacity,
     SegueError,
+    dp_rank_conflict,
 )
-from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, DpRanks, dp_rank_conflict
-from segue.kv.session.api import Session
+from segue.kv.session import Session
 from segue.server.frontend.legs import BAD_TICKET, MAX_BOOTSTRAP_ROOM
 from segue.server.messages.control import Meet, Met, Over
 

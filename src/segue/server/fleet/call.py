@@ -14,15 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from segue.engine.request import Output, Request, Wait
-from segue.kv.errors import (
+from segue.kv import (
+    OPEN_RANK,
     AbortedByClient,
     DeadlineExceeded,
     ErrorInfo,
+    Incarnation,
     Internal,
+    LeaderId,
     SegueError,
+    Ticket,
 )
-from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId
-from segue.kv.protocol.ticket import Ticket
 from segue.server.balance.attempts import Attempts, Next
 from segue.server.balance.policy import PlacementRequest
 from segue.server.fleet.fleet_settings import FleetSettings

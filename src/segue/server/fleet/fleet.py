@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from segue.engine.request import Request
-from segue.kv.backoff import Uniform
-from segue.kv.errors import Draining, ErrorInfo, Internal, OutOfCapacity, SegueError
-from segue.kv.ids import Incarnation, LeaderId, Role, new_room
-from segue.kv.limits import Limits
-from segue.kv.session.node import SessionNode
-from segue.kv.session.tls import Tls
+from segue.kv import (
+    Draining,
+    ErrorInfo,
+    Incarnation,
+    Internal,
+    LeaderId,
+    Limits,
+    OutOfCapacity,
+    Role,
+    SegueError,
+    new_room,
+)
+from segue.kv.session import SessionNode, Tls, Uniform
 from segue.server.balance.policies import PREFIX_AWARE
 from segue.server.balance.policy import RandBelow
 from segue.server.balance.prefix_index import PrefixIndex

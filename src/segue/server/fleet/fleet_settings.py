@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segue.kv.limits import MAX_ATTEMPTS
+from segue.kv import MAX_ATTEMPTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

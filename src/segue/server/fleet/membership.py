@@ -12,16 +12,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from segue.engine.kv_events import FollowPrefixes, Prefixes
-from segue.kv.backoff import Uniform
-from segue.kv.errors import PeerRefused, SegueError
-from segue.kv.ids import LeaderId, Role, new_incarnation
-from segue.kv.limits import Limits
-from segue.kv.protocol.ticket import Ticket, sign_ticket
-from segue.kv.session.api import PeerInfo, Session
-from segue.kv.session.dialer import Dialer
-from segue.kv.session.node import SessionNode
-from segue.kv.session.tasks import keep_running
-from segue.kv.session.tls import Tls
+from segue.kv import LeaderId, Limits, PeerRefused, Role, SegueError, Ticket, new_incarnation, sign_ticket
+from segue.kv.session import Dialer, PeerInfo, Session, SessionNode, Tls, Uniform, keep_running
 from segue.server.balance.prefix_index import PrefixIndex
 from segue.server.fleet.replica import OutputSink, Replica
 from segue.server.messages.control import ControlMessage, Explain, Explained, Load, Met, Outputs

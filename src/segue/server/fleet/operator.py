@@ -13,19 +13,21 @@ from typing import TypeVar
 
 import msgspec
 
-from segue.kv.errors import (
+from segue.kv import (
     BootstrapTimeout,
     DeadlineExceeded,
+    Incarnation,
     InvalidRequest,
+    LeaderId,
+    Limits,
     NotFound,
     PeerLost,
+    Role,
     SegueError,
+    new_incarnation,
+    successor,
 )
-from segue.kv.ids import Incarnation, LeaderId, Role, new_incarnation, successor
-from segue.kv.limits import Limits
-from segue.kv.session.api import PeerInfo, Session
-from segue.kv.session.node import SessionNode
-from segue.kv.session.tls import Tls
+from segue.kv.session import PeerInfo, Session, SessionNode, Tls
 from segue.server.fleet.life import Life, life_of
 from segue.server.messages.control import Explain, Explained
 from segue.server.messages.operate import Look, OperationRefused, OperatorMessage, Sight, State, Steer, Switch

@@ -8,9 +8,8 @@ from typing import Protocol
 import msgspec
 
 from segue.engine.request import Output
-from segue.kv.errors import SegueError
-from segue.kv.ids import LeaderId, Role
-from segue.kv.session.api import Session
+from segue.kv import LeaderId, Role, SegueError
+from segue.kv.session import Session
 from segue.server.balance.policy import Candidate
 from segue.server.messages.control import Load
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord

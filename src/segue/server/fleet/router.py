@@ -11,19 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from segue.engine.request import RankHints
-from segue.kv.errors import (
+from segue.kv import (
+    FOLLOW_BOOTSTRAP_ROOM,
     BootstrapUnreachable,
     DpRankOutOfRange,
     Draining,
     ErrorCode,
     ErrorInfo,
+    Incarnation,
+    LeaderId,
+    Role,
     SegueError,
     Starting,
+    model_difference,
     status_of,
 )
-from segue.kv.ids import Incarnation, LeaderId, Role
-from segue.kv.model_identity import model_difference
-from segue.kv.protocol.room_ranks import FOLLOW_BOOTSTRAP_ROOM
 from segue.server.balance.attempts import LOSSES, MISFITS, UNREACHED, Attempts, Next
 from segue.server.balance.policies import POLICY_NAMES, PrefixAware, make_policy
 from segue.server.balance.policy import PlacementRequest, Policy, RandBelow

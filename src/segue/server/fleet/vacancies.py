@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from segue.kv.errors import ErrorCode, SegueError
+from segue.kv import ErrorCode, SegueError
 
 LONGEST_S = 60
 #: What the latest request adds to the mean.

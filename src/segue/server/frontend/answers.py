@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from segue.kv.ids import FinishReason
-from segue.kv.protocol.messages import TokenLogprob
+from segue.kv import FinishReason, TokenLogprob
 from segue.server.frontend.generate import Piece, Sample
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.frontend.tools import Part, ToolCall, ToolParser

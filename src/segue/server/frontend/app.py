@@ -21,17 +21,17 @@ from starlette.routing import BaseRoute, Route
 
 from segue import __version__
 from segue.engine.request import Wait
-from segue.kv.errors import (
+from segue.kv import (
     AbortedByClient,
     DeadlineExceeded,
     ErrorCode,
     ErrorInfo,
     Internal,
+    Limits,
     OutOfCapacity,
     RequestTooLarge,
     SegueError,
 )
-from segue.kv.limits import Limits
 from segue.server.frontend.backend import Backend, Generator
 from segue.server.frontend.chat import chat_prompt
 from segue.server.frontend.generate import Meter, Piece, generate

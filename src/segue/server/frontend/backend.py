@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from segue.engine.request import Output, Request, Wait
-from segue.kv.errors import ErrorInfo, SegueError
+from segue.kv import ErrorInfo, SegueError
 
 
 class Generation(Protocol):

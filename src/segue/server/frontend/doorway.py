@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from segue.kv.errors import Starting
-from segue.kv.session.listen import url_of
+from segue.kv import Starting
+from segue.kv.session import url_of
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
 from segue.server.frontend.http_server import HttpServer, bind
 from segue.server.frontend.keys import ApiKeys, KeyCheck

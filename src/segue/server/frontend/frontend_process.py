@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from segue.kv.addresses import is_loopback
-from segue.kv.errors import ConfigError
-from segue.kv.limits import Limits
-from segue.kv.session.tasks import awaited, background
+from segue.kv import ConfigError, Limits
+from segue.kv.session import awaited, background, is_loopback
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.backend import Backend
 from segue.server.frontend.doorway import Doorway

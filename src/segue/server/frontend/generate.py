@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from segue.engine.request import Output, Request, Usage, Wait
-from segue.kv.errors import AbortedByClient, ErrorCode, ErrorInfo, Internal
-from segue.kv.ids import FinishReason
-from segue.kv.protocol.messages import TokenLogprob
-from segue.kv.session.tasks import awaited
+from segue.kv import AbortedByClient, ErrorCode, ErrorInfo, FinishReason, Internal, TokenLogprob
+from segue.kv.session import awaited
 from segue.server.frontend.backend import Generator
 from segue.server.frontend.detokenize import Detokenizer, StopStrings
 from segue.server.frontend.params import Text

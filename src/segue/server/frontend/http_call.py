@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from segue.engine.request import Wait
-from segue.kv.errors import AbortedByClient, RequestTimeout, RequestTooLarge, SegueError
+from segue.kv import AbortedByClient, RequestTimeout, RequestTooLarge, SegueError
 from segue.server.frontend.problems import body_of
 from segue.server.frontend.request_memory import MemoryBudget, RequestMemory
 from segue.server.frontend.trace_context import NO_TRACE

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from segue.kv.errors import SegueError
-from segue.kv.session.listen import listening
+from segue.kv import SegueError
+from segue.kv.session import listening
 from segue.server.frontend.problems import body_of
 from segue.server.http.guarded_http import Guard, GuardedServer, connection_bounds, raise_descriptor_limit
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from segue.kv.errors import ConfigError, ErrorCode, Unauthorized
+from segue.kv import ConfigError, ErrorCode, Unauthorized
 from segue.server.frontend.http_call import CACHE_DOMAIN, TENANT, Receive, Scope, Send, request_id_of
 from segue.server.frontend.problems import error_body
 from segue.server.observe.metrics import Metrics

@@ -16,8 +16,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from segue.kv.errors import DECODE_ERRORS, InvalidRequest
-from segue.kv.ids import LeaderId
+from segue.kv import DECODE_ERRORS, InvalidRequest, LeaderId
 from segue.server.frontend.openai_types import read_float
 from segue.server.frontend.problems import BadParam, unparsable
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from segue.kv.ids import FinishReason
+from segue.kv import FinishReason
 from segue.server.frontend.answers import Answer, Choice, Json, append_items
 from segue.server.frontend.generate import Piece
 from segue.server.frontend.openai_types import CompletionBody, Number, read_float

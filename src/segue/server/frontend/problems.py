@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from segue.kv.errors import ErrorInfo, InvalidRequest, NotFound, SegueError, status_of
+from segue.kv import ErrorInfo, InvalidRequest, NotFound, SegueError, status_of
 
 _TYPES = {
     400: "invalid_request_error",

@@ -7,8 +7,8 @@ import itertools
 import logging
 
 from segue.engine.request import Request, SamplingParams
-from segue.kv.backoff import Backoff
-from segue.kv.errors import ErrorCode, ErrorInfo, SegueError
+from segue.kv import ErrorCode, ErrorInfo, SegueError
+from segue.kv.session import Backoff
 from segue.server.frontend.backend import Backend
 
 log = logging.getLogger("segue.server.frontend.ready")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from segue.kv.errors import OutOfCapacity, RequestTooLarge
+from segue.kv import OutOfCapacity, RequestTooLarge
 
 #: Bytes of an id in a list, with the integer that it is.
 TOKEN_BYTES: Final = 40

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 
 FILE = "generation_config.json"
 

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerFast
 
-from segue.kv.errors import ConfigError, Internal
+from segue.kv import ConfigError, Internal
 from segue.server.frontend.problems import BadParam
 
 _SHORT_CHARS = 4096

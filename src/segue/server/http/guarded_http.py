@@ -25,7 +25,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from segue.kv.errors import (
+from segue.kv import (
     ErrorInfo,
     Internal,
     InvalidRequest,
@@ -34,12 +34,15 @@ from segue.kv.errors import (
     RequestTooLarge,
     SegueError,
 )
-from segue.kv.pending import MAX_PENDING
-from segue.kv.session.deadline import Deadline
-from segue.kv.session.guarded_listener import GuardedListener
-from segue.kv.session.tasks import awaited
-from segue.kv.session.tls import GIVE_BOTH, HANDSHAKE_RECORD
-from segue.kv.session.wire import send_at_once
+from segue.kv.session import (
+    GIVE_BOTH,
+    HANDSHAKE_RECORD,
+    MAX_PENDING,
+    Deadline,
+    GuardedListener,
+    awaited,
+    send_at_once,
+)
 from segue.server.http.http_exchange import EXCHANGE, HttpExchange
 
 log = logging.getLogger(__name__)

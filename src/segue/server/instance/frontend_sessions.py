@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from segue.engine.kv_events import FollowPrefixes, KVEvent, Prefixes, net
 from segue.engine.request import Output
-from segue.kv.errors import PeerRefused, SegueError
-from segue.kv.ids import Incarnation
-from segue.kv.session.api import PeerInfo, Session
+from segue.kv import Incarnation, PeerRefused, SegueError
+from segue.kv.session import PeerInfo, Session
 from segue.server.direct.rooms import Rooms
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item
 from segue.server.messages.control import (

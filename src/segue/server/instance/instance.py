@@ -19,20 +19,25 @@ from segue import __version__
 from segue.engine.engine_api import Companions, Engine
 from segue.engine.kv_events import KVEvent
 from segue.engine.pages import PagePool
-from segue.kv.addresses import is_loopback
-from segue.kv.config import HOST
-from segue.kv.control_plane import ControlPlane
-from segue.kv.errors import Draining, Internal, InvalidRequest, SegueError
-from segue.kv.handles import Change
-from segue.kv.ids import Incarnation, LeaderId, Role, new_incarnation
-from segue.kv.io import MonotonicClock
-from segue.kv.manager import KVManager
-from segue.kv.model_identity import model_identity
-from segue.kv.ranks.local_rank import local_rank
-from segue.kv.session import tls
-from segue.kv.session.api import SessionHandler
-from segue.kv.session.tasks import background
-from segue.kv.transport.memory.pool_memory import Memory
+from segue.kv import (
+    HOST,
+    Change,
+    ControlPlane,
+    Draining,
+    Incarnation,
+    Internal,
+    InvalidRequest,
+    KVManager,
+    LeaderId,
+    Memory,
+    MonotonicClock,
+    Role,
+    SegueError,
+    local_rank,
+    model_identity,
+    new_incarnation,
+)
+from segue.kv.session import SessionHandler, background, is_loopback, tls_from_files
 from segue.server.direct.door import LazyDoor
 from segue.server.direct.rooms import Rooms
 from segue.server.frontend.keys import ApiKeys, read_keys
@@ -89,7 +94,7 @@ class Instance:
         self.config = config
         self.engine = engine
         self.limits = config.limit.limits()
-        self.tls = tls.tls_from_files(config.tls, config.peer_host)
+        self.tls = tls_from_files(config.tls, config.peer_host)
         self.frontends = FrontendSessions()
         self.me = me or LeaderId(Incarnation(config.incarnation or new_incarnation()), config.dp_rank or 0)
         self.dp = dp_ranks(config)

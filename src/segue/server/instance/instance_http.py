@@ -18,9 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from segue import __version__
-from segue.kv.errors import SegueError
-from segue.kv.peers import PathSpeed
-from segue.kv.session.listen import listening
+from segue.kv import PathSpeed, SegueError
+from segue.kv.session import listening
 from segue.server.direct.door import LazyDoor, door_routes
 from segue.server.frontend.http_server import public_guard
 from segue.server.frontend.keys import ApiKeys, KeyCheck

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from segue.kv.config import KVConfig, SessionConfig
-from segue.kv.errors import ConfigError
-from segue.kv.ids import ChecksumMode, LeaderId
-from segue.kv.layout.spec import PoolSpec
-from segue.kv.protocol.messages import HandoffMessage, PathMessage
-from segue.kv.protocol.room_ranks import DpRanks
-from segue.kv.session.tls import Tls
-from segue.kv.transport.kinds import KINDS, USABLE
-from segue.kv.transport.memory.pool_memory import Memory
-from segue.kv.transport.probe import SCRATCH_BYTES
+from segue.kv import (
+    KINDS,
+    SCRATCH_BYTES,
+    USABLE,
+    ChecksumMode,
+    ConfigError,
+    DpRanks,
+    HandoffMessage,
+    KVConfig,
+    LeaderId,
+    Memory,
+    PathMessage,
+    PoolSpec,
+    SessionConfig,
+)
+from segue.kv.session import Tls
 from segue.server.messages.control import ControlMessage
 from segue.server.messages.operate import OperatorMessage
 from segue.server.settings.commands import InstanceConfig

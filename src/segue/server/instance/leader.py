@@ -21,12 +21,20 @@ from segue.engine.engine_api import Companions, Engine, SequenceStep, StepHandle
 from segue.engine.kv_events import FollowPrefixes, KVEvent
 from segue.engine.prefix_journal import PrefixJournal
 from segue.engine.request import Grammar, Output
-from segue.kv.clock import Clock
-from segue.kv.errors import ErrorInfo, Internal, OutOfCapacity, SegueError
-from segue.kv.handles import Change
-from segue.kv.ids import Incarnation, KVPoll
-from segue.kv.limits import Limits
-from segue.kv.protocol import events
+from segue.kv import (
+    Change,
+    Clock,
+    ErrorInfo,
+    Incarnation,
+    Internal,
+    KVPoll,
+    Limits,
+    OutOfCapacity,
+    Phase,
+    Quarantined,
+    Release,
+    SegueError,
+)
 from segue.server.messages.control import Cancel, FlushCache, Load, Submit
 from segue.server.schedulers.scheduler import Scheduler
 
@@ -188,7 +196,7 @@ class Leader:
     def changed(self, change: Change) -> None:
         """A hand-off has changed; from any thread. That its bytes move is no news for a scheduler: it would
         take the interpreter's lock from the I/O thread while that checks them."""
-        if not (isinstance(change, events.Phase) and change.phase is KVPoll.TRANSFERRING):
+        if not (isinstance(change, Phase) and change.phase is KVPoll.TRANSFERRING):
             self.inbox.put(change)
 
     # ---- the loop ----------------------------------------------------------------------------
@@ -358,7 +366,7 @@ class Leader:
                         self.scheduler.stored(seq_ids, layers)
                 case ForwardReady() | CompanionsMoved():
                     pass  # the loop has been woken
-                case events.Phase() | events.Release() | events.Quarantined():
+                case Phase() | Release() | Quarantined():
                     if self.forward is not None and self.scheduler.computes(item.transfer):
                         self._after_forward.append(item)
                     else:
@@ -435,9 +443,9 @@ class Leader:
                     self.scheduler.broken(origin, submit.request.request_id, error, now)
                 case FromFrontend(origin, Cancel() as cancel):
                     self.scheduler.broken(origin, cancel.request_id, error, now)
-                case events.Phase():
+                case Phase():
                     self.scheduler.broken_handoff(item.transfer, error, now)
-                case events.Release() | events.Quarantined():
+                case Release() | Quarantined():
                     self.scheduler.on_change(item, now)
                 case FrontendGone(origin, reason):
                     self.scheduler.frontend_gone(origin, reason, now)

@@ -11,13 +11,8 @@ from functools import partial
 import msgspec
 
 from segue import __version__
-from segue.kv.errors import SegueError
-from segue.kv.handles import Change
-from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role
-from segue.kv.manager import KVManager
-from segue.kv.peers import PathSpeed
-from segue.kv.protocol import events
-from segue.kv.session.api import PeerInfo, Session
+from segue.kv import Change, Incarnation, KVManager, KVPoll, LeaderId, PathSpeed, Phase, Role, SegueError
+from segue.kv.session import PeerInfo, Session
 from segue.server.instance.frontend_sessions import FrontendSessions
 from segue.server.messages.control import Explain, Explained, Load
 from segue.server.messages.operate import Look, OperationRefused, PairSight, Sight, State, Steer, Switch
@@ -138,7 +133,7 @@ class Sights:
 
     def changed(self, change: Change) -> None:
         """A hand-off has changed: the ends are counted."""
-        if isinstance(change, events.Phase) and change.phase.terminal:
+        if isinstance(change, Phase) and change.phase.terminal:
             transfer = change.transfer
             peer = str(transfer.decode if self._role is Role.PREFILL else transfer.prefill)
             counts = self._counts[peer] = self._counts.pop(peer, Counter())

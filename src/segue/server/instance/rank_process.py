@@ -23,15 +23,21 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from segue.engine.ranks.pipe import Pipe
-from segue.kv.config import HOST
-from segue.kv.errors import DECODE_ERRORS, ErrorInfo, Internal, PeerLost, SegueError
-from segue.kv.ids import LeaderId, Role
-from segue.kv.io import IoThread
-from segue.kv.layout.spec import PoolSpec
-from segue.kv.ranks.local_rank import local_rank
-from segue.kv.ranks.rank_worker import RankWorker
-from segue.kv.session import tls
-from segue.kv.session.tasks import typed
+from segue.kv import (
+    DECODE_ERRORS,
+    HOST,
+    ErrorInfo,
+    Internal,
+    IoThread,
+    LeaderId,
+    PeerLost,
+    PoolSpec,
+    RankWorker,
+    Role,
+    SegueError,
+    local_rank,
+)
+from segue.kv.session import tls_from_files, typed
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.kv_settings import kv_config
 from segue.server.settings.commands import InstanceConfig
@@ -149,7 +155,7 @@ class HandOffs:
                 spec=pool.spec,
                 memory=pool.memory,
                 transports=order.transports,
-                tls=tls.tls_from_files(config.tls, config.peer_host),
+                tls=tls_from_files(config.tls, config.peer_host),
                 rank=self._number,
             ),
             pool.memory,

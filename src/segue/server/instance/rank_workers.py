@@ -24,12 +24,7 @@ import msgspec
 from segue.engine.engine_api import Companions, Engine
 from segue.engine.models.supported import check_experts
 from segue.engine.ranks.pipe import Pipe
-from segue.kv.errors import Internal, PeerLost, SegueError
-from segue.kv.ids import LeaderId
-from segue.kv.model_identity import model_identity
-from segue.kv.ranks.local_rank import Rank
-from segue.kv.ranks.worker_rank import WorkerRank
-from segue.kv.transport.memory.pool_memory import Memory
+from segue.kv import Internal, LeaderId, Memory, PeerLost, Rank, SegueError, WorkerRank, model_identity
 from segue.server.instance.rank_process import (
     SAY_S,
     WORDS,

@@ -10,12 +10,8 @@ import logging
 import signal
 from collections.abc import Iterator
 
-from segue.kv.ids import LeaderId, Role
-from segue.kv.io import IoThread
-from segue.kv.manager import KVManager
-from segue.kv.open_ranks import PrefillInstance
-from segue.kv.protocol.room_ranks import DpRanks
-from segue.kv.session.tls import Tls, tls_from_files
+from segue.kv import DpRanks, IoThread, KVManager, LeaderId, PrefillInstance, Role
+from segue.kv.session import Tls, tls_from_files
 from segue.server.registry.arrival import arrival
 from segue.server.registry.client import InstanceWatch
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord

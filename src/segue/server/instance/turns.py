@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 
 from segue.engine.models.progress import step
-from segue.kv.ids import LeaderId, successor
+from segue.kv import LeaderId, successor
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.instance import Instance
 from segue.server.instance.rank_process import SWITCH_INTERVAL_S

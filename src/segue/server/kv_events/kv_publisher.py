@@ -37,12 +37,8 @@ from typing import Any
 import msgspec
 
 from segue.engine.kv_events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
-from segue.kv.addresses import is_loopback
-from segue.kv.errors import OutOfCapacity, PeerRefused, SegueError
-from segue.kv.io import IoThread
-from segue.kv.session.deadline import Deadline
-from segue.kv.session.guarded_listener import GuardedListener
-from segue.kv.session.listen import listening
+from segue.kv import IoThread, OutOfCapacity, PeerRefused, SegueError
+from segue.kv.session import Deadline, GuardedListener, is_loopback, listening
 from segue.server.kv_events import zmtp
 from segue.server.settings.kv_events_config import KVEventsConfig
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from segue.kv.errors import PeerRefused
+from segue.kv import PeerRefused
 
 #: Ours: version 3.0, mechanism NULL.
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)

@@ -13,9 +13,7 @@ import msgspec
 
 from segue.engine.kv_events import FollowPrefixes, Prefixes
 from segue.engine.request import Output, Request
-from segue.kv.errors import ErrorInfo
-from segue.kv.ids import Incarnation, LeaderId
-from segue.kv.protocol.ticket import Ticket
+from segue.kv import ErrorInfo, Incarnation, LeaderId, Ticket
 from segue.server.messages.records import RequestRecord
 
 

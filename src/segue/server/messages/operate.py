@@ -9,9 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from segue.kv.errors import ErrorInfo
-from segue.kv.ids import Incarnation, Role
-from segue.kv.path_figures import PathChoice
+from segue.kv import ErrorInfo, Incarnation, PathChoice, Role
 from segue.server.messages.control import Explain, Explained, Load
 
 State = Literal["serving", "draining", "drained"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from segue.kv.errors import ErrorInfo
+from segue.kv import ErrorInfo
 
 #: Steps of one record; what comes later is counted.
 MAX_STEPS = 64

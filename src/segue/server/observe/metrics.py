@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from segue.engine.request import Usage
-from segue.kv.errors import ErrorCode
+from segue.kv import ErrorCode
 from segue.server.messages.control import Load
 
 #: What `Output.timeline` names: where the time to the first token went.

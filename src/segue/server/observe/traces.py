@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 from segue.server.messages.records import RequestRecord
 
 if TYPE_CHECKING:

@@ -14,13 +14,19 @@ import socket
 
 import msgspec
 
-from segue.kv.errors import DECODE_ERRORS, ConfigError, InvalidRequest, PeerRefused, SegueError
-from segue.kv.ids import Incarnation, LeaderId, Role, new_incarnation
-from segue.kv.limits import Limits
-from segue.kv.session.api import PeerInfo, Session
-from segue.kv.session.node import SessionNode
-from segue.kv.session.tasks import keep_running
-from segue.kv.session.tls import Tls
+from segue.kv import (
+    DECODE_ERRORS,
+    ConfigError,
+    Incarnation,
+    InvalidRequest,
+    LeaderId,
+    Limits,
+    PeerRefused,
+    Role,
+    SegueError,
+    new_incarnation,
+)
+from segue.kv.session import PeerInfo, Session, SessionNode, Tls, keep_running
 from segue.server.messages.operate import OperatorMessage
 from segue.server.registry.backends import RegistryBackend
 from segue.server.registry.listed import Shown

@@ -8,10 +8,8 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
-from segue.kv.backoff import Backoff
-from segue.kv.errors import BootstrapUnreachable, SegueError
-from segue.kv.limits import Limits
-from segue.kv.session.tls import Tls
+from segue.kv import BootstrapUnreachable, Limits, SegueError
+from segue.kv.session import Backoff, Tls
 from segue.server.registry.registry_kinds import open_backend
 
 #: How often somebody who waits is told that it still does.

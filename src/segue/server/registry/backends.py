@@ -12,22 +12,24 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from segue.kv.clock import Clock
-from segue.kv.errors import (
+from segue.kv import (
     DECODE_ERRORS,
     BootstrapTimeout,
     BootstrapUnreachable,
     ChecksumMismatch,
+    Clock,
     ConfigError,
     Draining,
+    Incarnation,
     InvalidRequest,
+    LeaderId,
+    Limits,
     PeerRefused,
+    Role,
     SegueError,
     Unauthorized,
 )
-from segue.kv.ids import Incarnation, LeaderId, Role
-from segue.kv.limits import Limits
-from segue.kv.session.tls import Tls, explain_tls, not_tls
+from segue.kv.session import Tls, explain_tls, not_tls
 from segue.server.http.guarded_http import ErrorBody
 from segue.server.registry.auth import bearer_token
 from segue.server.registry.message_digest import DIGEST_HEADER, digest_of

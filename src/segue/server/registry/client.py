@@ -13,22 +13,22 @@ from typing import Protocol, TypeVar
 import httpx
 import msgspec
 
-from segue.kv.backoff import Backoff
-from segue.kv.clock import Clock
-from segue.kv.errors import (
+from segue.kv import (
     BootstrapTimeout,
+    Clock,
     DpRankConflict,
     DpRankOutOfRange,
     Draining,
+    Incarnation,
     InvalidRequest,
+    LeaderId,
+    Limits,
     NotFound,
     PeerRestarted,
+    Role,
     SegueError,
 )
-from segue.kv.ids import Incarnation, LeaderId, Role
-from segue.kv.limits import Limits
-from segue.kv.session.tasks import awaited
-from segue.kv.session.tls import Tls
+from segue.kv.session import Backoff, Tls, awaited
 from segue.server.registry.backends import RegistryBackend, StoreBackend
 from segue.server.registry.registry_kinds import open_backend
 from segue.server.registry.registry_records import DrainFlag, InstanceList, InstanceRecord, RoomRecord

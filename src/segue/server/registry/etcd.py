@@ -17,17 +17,17 @@ from typing import Annotated, Any, TypeVar
 import httpx
 import msgspec
 
-from segue.kv.errors import (
+from segue.kv import (
     DECODE_ERRORS,
     BootstrapTimeout,
     BootstrapUnreachable,
+    Limits,
     OutOfCapacity,
     PeerRefused,
     SegueError,
     Unauthorized,
 )
-from segue.kv.limits import Limits
-from segue.kv.session.tls import Tls
+from segue.kv.session import Tls
 from segue.server.registry.backends import BoundedClient, proxy_in_trouble, unreachable
 from segue.server.settings.registry_address import bracket
 

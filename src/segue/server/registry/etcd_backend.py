@@ -24,23 +24,24 @@ from contextlib import aclosing
 
 import msgspec
 
-from segue.kv.addresses import is_loopback
-from segue.kv.clock import Clock
-from segue.kv.errors import (
+from segue.kv import (
+    MAX_ROOM,
     BootstrapTimeout,
+    Clock,
     ConfigError,
     DpRankConflict,
     DpRankOutOfRange,
     Draining,
+    Incarnation,
     InvalidRequest,
+    LeaderId,
+    Limits,
     NotFound,
     PeerRestarted,
+    Role,
     SegueError,
 )
-from segue.kv.ids import MAX_ROOM, Incarnation, LeaderId, Role
-from segue.kv.limits import Limits
-from segue.kv.session.tasks import keep_running
-from segue.kv.session.tls import Tls
+from segue.kv.session import Tls, is_loopback, keep_running
 from segue.server.registry.backends import RegistryBackend
 from segue.server.registry.etcd import Compacted, Etcd, KeyEvent, Kv, NoLease
 from segue.server.registry.listed import Shown, listed

@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from segue.kv.clock import VirtualClock
-from segue.kv.errors import SegueError
+from segue.kv import SegueError, VirtualClock
 from segue.server.registry.registry_records import InstanceRecord
 from segue.server.registry.registry_store import RegistryStore
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import httpx
 
-from segue.kv.limits import Limits
-from segue.kv.session.tls import Tls
+from segue.kv import Limits
+from segue.kv.session import Tls
 from segue.server.registry.address_backend import AddressBackend
 from segue.server.registry.backends import HttpBackend, RegistryBackend
 from segue.server.registry.etcd_backend import EtcdBackend

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.kv import Incarnation, LeaderId, Role
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):

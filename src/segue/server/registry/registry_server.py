@@ -25,26 +25,25 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from segue.kv.addresses import is_loopback
-from segue.kv.clock import Clock
-from segue.kv.errors import (
+from segue.kv import (
     DECODE_ERRORS,
     BootstrapTimeout,
     ChecksumMismatch,
+    Clock,
     ConfigError,
+    Incarnation,
     Internal,
     InvalidRequest,
+    LeaderId,
+    Limits,
     NotFound,
     RequestTooLarge,
+    Role,
     SegueError,
     Unauthorized,
     status_of,
 )
-from segue.kv.ids import Incarnation, LeaderId, Role
-from segue.kv.limits import Limits
-from segue.kv.session.listen import listening, url_of
-from segue.kv.session.tasks import awaited
-from segue.kv.session.tls import Tls
+from segue.kv.session import Tls, awaited, is_loopback, listening, url_of
 from segue.server.http.guarded_http import LET_IN, ErrorBody, Guard, GuardedServer
 from segue.server.registry.auth import authorized
 from segue.server.registry.message_digest import DIGEST_HEADER, digest_of

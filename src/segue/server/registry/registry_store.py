@@ -16,18 +16,21 @@ from typing import Final
 
 import msgspec
 
-from segue.kv.clock import Clock
-from segue.kv.errors import (
+from segue.kv import (
+    MAX_ROOM,
+    Clock,
     DpRankConflict,
     DpRankOutOfRange,
     Draining,
+    Incarnation,
     InvalidRequest,
+    LeaderId,
     NotFound,
     OutOfCapacity,
     PeerRestarted,
+    Role,
     SegueError,
 )
-from segue.kv.ids import MAX_ROOM, Incarnation, LeaderId, Role
 from segue.server.registry.registry_records import (
     InstanceList,
     InstanceRecord,

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from segue.kv.errors import DECODE_ERRORS, PeerRefused
+from segue.kv import DECODE_ERRORS, PeerRefused
 
 T = TypeVar("T")
 

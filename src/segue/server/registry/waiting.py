@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from segue.kv.clock import Clock
-from segue.kv.errors import Draining, OutOfCapacity
-from segue.kv.ids import LeaderId, Role
+from segue.kv import Clock, Draining, LeaderId, OutOfCapacity, Role
 from segue.server.registry.registry_records import InstanceList
 from segue.server.registry.registry_store import TIMERS, TOPOLOGY, RegistryStore
 

@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 
 from segue.engine.engine_api import ModelInfo
 from segue.engine.request import Output
-from segue.kv.errors import Draining, ErrorInfo, InvalidRequest, OutOfCapacity
-from segue.kv.ids import Incarnation, LeaderId
-from segue.kv.limits import Limits
-from segue.kv.protocol.room_ranks import DpRanks
-from segue.kv.protocol.ticket import SpentTickets, Ticket, verify_ticket
+from segue.kv import (
+    DpRanks,
+    Draining,
+    ErrorInfo,
+    Incarnation,
+    InvalidRequest,
+    LeaderId,
+    Limits,
+    OutOfCapacity,
+    SpentTickets,
+    Ticket,
+    verify_ticket,
+)
 from segue.server.messages.control import Submit
 from segue.server.messages.records import MAX_FOUND, Records, RequestRecord, Step, matcher
 from segue.server.schedulers.request_state import RequestKey, RequestState

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from segue.engine.pages import PagePool
-from segue.kv.ids import LeaderId
+from segue.kv import LeaderId
 from segue.server.schedulers.request_state import RequestState
 
 #: One in so many pages of the pool may be reserved ahead.

@@ -16,11 +16,20 @@ from msgspec.structs import replace
 
 from segue.engine.engine_api import Engine
 from segue.engine.pages import PagePool
-from segue.kv.errors import ErrorInfo, Internal, InvalidRequest, MetadataMismatch
-from segue.kv.handles import Change, KVReceiver
-from segue.kv.ids import KVPoll, TransferId
-from segue.kv.protocol import events
-from segue.kv.protocol.messages import Metadata
+from segue.kv import (
+    Change,
+    ErrorInfo,
+    Internal,
+    InvalidRequest,
+    KVPoll,
+    KVReceiver,
+    Metadata,
+    MetadataMismatch,
+    Phase,
+    Quarantined,
+    Release,
+    TransferId,
+)
 from segue.server.messages.control import Load
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.credits import Credits
@@ -145,15 +154,15 @@ class DecodeScheduler(UnifiedScheduler):
             return
         state = entry.state
         match change:
-            case events.Phase(phase=KVPoll.FAILED):
+            case Phase(phase=KVPoll.FAILED):
                 self.fail(state, change.error or Internal("failed without a reason").info, now)
-            case events.Phase(phase=KVPoll.SUCCESS):
+            case Phase(phase=KVPoll.SUCCESS):
                 self._landed(entry, change.metadata, now)
-            case events.Quarantined():
+            case Quarantined():
                 if not entry.quarantined:  # after a bug it is said again
                     self.cache.quarantine(self._published(state), state.slot)
                     entry.quarantined = True
-            case events.Release():
+            case Release():
                 self._released(entry)
             case _:
                 pass

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from segue.kv.errors import InvalidRequest
-from segue.kv.handles import KVReceiver, KVSender
-from segue.kv.ids import TransferId
+from segue.kv import InvalidRequest, KVReceiver, KVSender, TransferId
 from segue.server.schedulers.request_state import RequestState
 
 

@@ -16,12 +16,24 @@ from msgspec.structs import replace
 
 from segue.engine.engine_api import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
-from segue.kv.errors import ErrorCode, ErrorInfo, Internal, InvalidRequest
-from segue.kv.handles import Change, KVSender
-from segue.kv.ids import OPEN_RANK, KVPoll, LeaderId, Span, TransferId
-from segue.kv.protocol import events
-from segue.kv.protocol.messages import Metadata
-from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, dp_rank_conflict
+from segue.kv import (
+    FAIL_ON_CONFLICT,
+    OPEN_RANK,
+    Change,
+    ErrorCode,
+    ErrorInfo,
+    Internal,
+    InvalidRequest,
+    KVPoll,
+    KVSender,
+    LeaderId,
+    Metadata,
+    Phase,
+    Release,
+    Span,
+    TransferId,
+    dp_rank_conflict,
+)
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.handoffs import Handoffs, RoleTransfer, check_free
 from segue.server.schedulers.prefill_queue import PrefillQueue
@@ -155,17 +167,17 @@ class PrefillScheduler(Scheduler):
             return
         state = entry.state
         match change:
-            case events.Phase(phase=KVPoll.WAITING_FOR_INPUT):
+            case Phase(phase=KVPoll.WAITING_FOR_INPUT):
                 if not state.ended:
                     state.enter("queue", now)
                     if not self._resume(state, now):
                         self.queue.add(state)
-            case events.Phase(phase=KVPoll.FAILED):
+            case Phase(phase=KVPoll.FAILED):
                 self.fail(state, change.error or Internal("failed without a reason").info, now)
-            case events.Phase(phase=KVPoll.SUCCESS):
+            case Phase(phase=KVPoll.SUCCESS):
                 state.handed_bytes = entry.handle.nbytes
                 self.end(state, None, now)
-            case events.Release():
+            case Release():
                 self.cache.release(state)
                 del self.table[change.transfer]
                 entry.handle.clear()

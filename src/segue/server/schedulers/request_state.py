@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from segue.engine.request import Output, Request, SamplingParams, Usage
-from segue.kv.errors import ErrorInfo
-from segue.kv.ids import FinishReason, Incarnation, TransferId
-from segue.kv.protocol.messages import Metadata, TokenLogprob
-from segue.kv.protocol.ticket import Ticket
+from segue.kv import ErrorInfo, FinishReason, Incarnation, Metadata, Ticket, TokenLogprob, TransferId
 from segue.server.messages.records import Path, RequestRecord
 
 RequestKey = tuple[Incarnation, str]

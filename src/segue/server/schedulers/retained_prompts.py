@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from segue.engine.engine_api import HostPages
 from segue.engine.request import Request
-from segue.kv.protocol.messages import Metadata
+from segue.kv import Metadata
 from segue.server.schedulers.request_state import RequestState
 
 MAX_ENTRIES = 256

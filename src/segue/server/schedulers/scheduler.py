@@ -14,10 +14,16 @@ from typing import ClassVar, TypeVar
 from segue.engine.engine_api import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.engine.request import Output
-from segue.kv.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError
-from segue.kv.handles import Change
-from segue.kv.ids import Incarnation, TransferId
-from segue.kv.protocol.messages import TokenLogprob
+from segue.kv import (
+    Change,
+    DeadlineExceeded,
+    ErrorInfo,
+    Incarnation,
+    Internal,
+    SegueError,
+    TokenLogprob,
+    TransferId,
+)
 from segue.server.messages.control import Load, Submit
 from segue.server.schedulers.admission import Admission, SchedulerConfig
 from segue.server.schedulers.kv_cache import KVCache

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 
 from segue.engine.engine_api import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
-from segue.kv.errors import ErrorInfo, Internal, InvalidRequest
-from segue.kv.handles import Change
+from segue.kv import Change, ErrorInfo, Internal, InvalidRequest
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.prefill_queue import PrefillQueue
 from segue.server.schedulers.request_state import RequestState, first_usage

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from segue.engine.model_names import DEFAULT_MODEL, served_name
 from segue.engine.parallel import ParallelSize
 from segue.engine.pool_size import Host, ModelSize, check_memory, kv_pool_bytes
-from segue.kv.errors import ConfigError
-from segue.kv.ids import ChecksumMode, Role
-from segue.kv.limits import MAX_ATTEMPTS, Limits
+from segue.kv import MAX_ATTEMPTS, ChecksumMode, ConfigError, Limits, Role
 from segue.server.settings.access_config import AccessConfig
 from segue.server.settings.kv_events_config import KVEventsConfig
 from segue.server.settings.layers import integer, number, required, switch, text

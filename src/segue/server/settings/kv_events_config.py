@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 from segue.server.settings.layers import integer, text
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
 from segue.server.settings.flag_aliases import OLD_NAMES, explain, is_service_link
 
 PREFIX = "SEGUE_"

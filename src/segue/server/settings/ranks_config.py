@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from segue.engine.parallel import ParallelSize
-from segue.kv.errors import ConfigError
-from segue.kv.ids import Role
+from segue.kv import ConfigError, Role
 from segue.server.settings.layers import integer, switch
 
 BALANCE_METHODS = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from segue.kv.addresses import is_loopback
-from segue.kv.errors import ConfigError
+from segue.kv import ConfigError
+from segue.kv.session import is_loopback
 
 #: How the address of a registry begins: one of our own, etcd, or no registry but a name or a list.
 REGISTRY_SCHEMES = ("http", "https", "etcd", "dns", "static")

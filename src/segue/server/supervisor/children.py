@@ -11,9 +11,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from segue.kv.errors import DECODE_ERRORS
-from segue.kv.ids import Role
-from segue.kv.session.tasks import awaited
+from segue.kv import DECODE_ERRORS, Role
+from segue.kv.session import awaited
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.lifeline import Ready, Report, decode_report, lines
 

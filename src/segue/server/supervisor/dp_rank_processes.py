@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from segue.kv.ids import Role, new_incarnation
+from segue.kv import Role, new_incarnation
 from segue.server.frontend.keys import read_keys
 from segue.server.settings.commands import FrontendConfig, InstanceConfig
 from segue.server.supervisor.children import Child, ChildSpec

@@ -18,8 +18,7 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
-from segue.kv.errors import DECODE_ERRORS, ErrorInfo
-from segue.kv.ids import Role
+from segue.kv import DECODE_ERRORS, ErrorInfo, Role
 
 #: What the supervisor accepts as one report, in bytes.
 MAX_REPORT_BYTES = 16 * 1024

@@ -19,9 +19,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from segue.kv.errors import ErrorCode
-from segue.kv.ids import Role
-from segue.kv.session.tasks import awaited
+from segue.kv import ErrorCode, Role
+from segue.kv.session import awaited
 from segue.server.settings.layers import PREFIX
 from segue.server.supervisor.children import Child, ChildSpec
 from segue.server.supervisor.console import Console

@@ -16,8 +16,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from segue.engine.pool_size import Host, ModelSize
-from segue.kv.errors import ConfigError
-from segue.kv.ids import Role
+from segue.kv import ConfigError, Role
 from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.supervisor.children import ChildSpec
 from segue.server.supervisor.console import Console
