@@ -249,7 +249,7 @@ def test_a_folder_without_logs_is_removed_and_one_of_a_run_that_failed_stays_for
     empty.close(keep=True)
     assert not empty.path.exists()
     runs = iter(range(100))
-    monkeypatch.setattr(module.time, "strftime", lambda *_: f"{next(runs):03d}")
+    monkeypatch.setattr(module.time, "strftime", lambda *_: f"20261124T{next(runs):06d}")
     living = LogFolder(tmp_path)
     kept = []
     for _ in range(KEPT_FOLDERS + 5):
@@ -259,6 +259,16 @@ def test_a_folder_without_logs_is_removed_and_one_of_a_run_that_failed_stays_for
         kept.append(folder.path)
     assert sorted(tmp_path.iterdir()) == [living.path, *kept[-KEPT_FOLDERS:]], "nobody removes who lives"
     living.close(keep=False)
+
+
+def test_folders_in_logs_that_are_not_of_a_run_are_left_alone(tmp_path: Path) -> None:
+    """`--cache` may name a folder in which somebody else keeps logs, too."""
+    others = [tmp_path / f"{number}-nginx" for number in range(2 * KEPT_FOLDERS)]
+    for folder in others:
+        folder.mkdir()
+        (folder / "access.log").write_text("not ours")
+    LogFolder(tmp_path).close(keep=False)
+    assert [(folder / "access.log").exists() for folder in others] == [True] * len(others)
 
 
 def test_a_disk_that_is_full_ends_the_files_and_not_the_terminal(tmp_path: Path) -> None:

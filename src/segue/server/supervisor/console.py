@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import sys
 import threading
@@ -27,6 +28,8 @@ PATIENCE_S = 1.0
 LOG_BYTES = 4 * 2**20
 #: Folders of earlier runs that failed and are kept.
 KEPT_FOLDERS = 8
+#: How the folder of a run is called: its time and its process. No other folder is removed.
+_RUN = re.compile(r"\d{8}T\d{6}-\d+")
 
 T = TypeVar("T")
 
@@ -213,7 +216,8 @@ class LogFolder:
 
 
 def _remove_old(parent: Path) -> None:
-    for old in sorted((p for p in parent.iterdir() if p.is_dir()), reverse=True)[KEPT_FOLDERS - 1 :]:
+    runs = sorted((p for p in parent.iterdir() if _RUN.fullmatch(p.name)), reverse=True)
+    for old in runs[KEPT_FOLDERS - 1 :]:
         with contextlib.suppress(OSError):
             lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
