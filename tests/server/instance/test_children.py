@@ -18,7 +18,7 @@ from segue.kv.ids import Role
 from segue.server.supervisor import children as module
 from segue.server.supervisor import lifeline as lifeline_module
 from segue.server.supervisor import process_tree
-from segue.server.supervisor.children import LAST_LINES, Child, ChildSpec
+from segue.server.supervisor.children import LAST_LINE_CHARS, LAST_LINES, Child, ChildSpec
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.lifeline import Lifeline, Ready, encode_restarting
 from segue.server.supervisor.process_tree import THREAD_VARIABLES, ProcessTree, ServeResult, Unit, lifeline
@@ -75,6 +75,12 @@ def test_of_a_child_that_says_much_the_last_lines_are_kept() -> None:
     child, lines = run(f"i=0; while [ $i -lt {LAST_LINES + 5} ]; do echo $i; i=$((i+1)); done")
     assert list(child.last_lines) == [str(number) for number in range(5, LAST_LINES + 5)]
     assert len(lines) == LAST_LINES + 5
+
+
+def test_an_endless_line_is_shown_by_its_beginning_where_a_reason_is_given() -> None:
+    child, lines = run("head -c 300000 /dev/zero | tr '\\0' x")
+    assert sum(map(len, lines)) == 300_000
+    assert max(map(len, child.last_lines)) == LAST_LINE_CHARS
 
 
 def test_a_grandchild_that_keeps_the_output_open_does_not_hide_the_end_of_the_child() -> None:

@@ -61,6 +61,20 @@ def test_a_terminal_that_stands_still_stops_nobody_and_what_was_left_out_is_coun
     ]
 
 
+def test_lines_that_are_long_take_no_more_memory_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITING_CHARS", 1000)
+    out = Out()
+    console = Console(out)
+    console.line("one", "first")
+    assert out.asked.wait(60)
+    for _ in range(5):
+        console.line("one", "x" * 600)
+    assert console.dropped == 3
+    out.go_on.set()
+    console.close()
+    assert out.getvalue().count("x" * 600) == 2
+
+
 def test_a_terminal_that_is_gone_ends_the_writer_and_not_the_service() -> None:
     out = Out(gone=True)
     out.go_on.set()
@@ -271,7 +285,7 @@ def test_folders_in_logs_that_are_not_of_a_run_are_left_alone(tmp_path: Path) ->
     assert [(folder / "access.log").exists() for folder in others] == [True] * len(others)
 
 
-def test_a_disk_that_is_full_ends_the_files_and_not_the_terminal(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_ends_the_files_and_not_the_terminal_and_is_said(tmp_path: Path) -> None:
     out = io.StringIO()
     folder = LogFolder(tmp_path)
     folder.file("one").symlink_to("/dev/full")
@@ -279,7 +293,10 @@ def test_a_disk_that_is_full_ends_the_files_and_not_the_terminal(tmp_path: Path)
     for number in range(3):
         console.line("one", f"line {number}")
     console.close()
-    assert out.getvalue().count("\n") == 3
+    reason = "'[Errno 28] No space left on device'; no log files from here on"
+    said = f"serve      | event=log_files_end reason={reason}"
+    assert sorted(out.getvalue().splitlines()) == [*(f"one        | line {n}" for n in range(3)), said]
+    assert console.log_of("one") is None, "nobody is sent to a file that is not there"
     folder.close(keep=False)
 
 

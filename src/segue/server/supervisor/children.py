@@ -18,6 +18,8 @@ from segue.server.supervisor.lifeline import Ready, Report, decode_report, lines
 
 MAX_LINE_BYTES = 64 * 1024
 LAST_LINES = 20
+#: Characters of one of its last lines that are kept; its log has all of them.
+LAST_LINE_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ class Child:
 
     def _line(self, raw: bytes) -> None:
         text = raw.decode("utf-8", "replace").rstrip("\r")
-        self.last_lines.append(text)
+        self.last_lines.append(text[:LAST_LINE_CHARS])
         self._console.line(self.name, text)
 
 

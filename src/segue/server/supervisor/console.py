@@ -22,6 +22,8 @@ from typing import Generic, TextIO, TypeVar
 _COLOURS = (36, 33, 32, 35, 34, 31)
 #: Lines that may wait for a terminal or a disk; more are dropped and counted.
 WAITING_LINES = 10_000
+#: Characters that may wait, where lines are long.
+WAITING_CHARS = 8 * 2**20
 #: How long an announcement waits for lines that were before it.
 PATIENCE_S = 1.0
 #: Size at which the log file of a child begins again; the one before is kept beside it.
@@ -35,12 +37,21 @@ T = TypeVar("T")
 
 
 class _Writer(Generic[T]):
-    """Calls `write` with each item, in order, in a thread of its own, until `write` raises OSError."""
+    """Calls `write` with each item and its text, in order, in a thread of its own, until `write` raises
+    OSError: then `failed` is called."""
 
-    def __init__(self, name: str, write: Callable[[T], None], limit: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        write: Callable[[T, str], None],
+        limit: int,
+        failed: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
         self._write = write
         self._limit = limit
-        self._items: deque[T] = deque()
+        self._failed = failed
+        self._items: deque[tuple[T, str]] = deque()
+        self._chars = 0
         self._news = threading.Condition()
         self._closed = False
         #: Nothing is queued or being written.
@@ -49,17 +60,18 @@ class _Writer(Generic[T]):
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def put(self, item: T, *, droppable: bool) -> bool:
+    def put(self, item: T, text: str, *, droppable: bool) -> bool:
         """Queue an item; False if nobody takes it any more. A droppable one is counted instead when there are
         too many."""
         with self._news:
             if self._closed or not self.thread.is_alive():
                 self.dropped += droppable
                 return False
-            if droppable and len(self._items) >= self._limit:
+            if droppable and (len(self._items) >= self._limit or self._chars >= WAITING_CHARS):
                 self.dropped += 1
             else:
-                self._items.append(item)
+                self._items.append((item, text))
+                self._chars += len(text)
                 self._idle = False
                 self._news.notify_all()
             return True
@@ -86,10 +98,12 @@ class _Writer(Generic[T]):
                     if self._closed:
                         return
                     self._news.wait()
-                item = self._items.popleft()
+                item, text = self._items.popleft()
+                self._chars -= len(text)
             try:
-                self._write(item)
-            except (OSError, ValueError):  # nobody reads any more, or the file was closed
+                self._write(item, text)
+            except (OSError, ValueError) as exc:  # nobody reads any more, or the file was closed
+                self._failed(exc)
                 return
 
 
@@ -105,11 +119,11 @@ class Console:
         self._out = sys.stderr if out is None else out
         self._colour = self._out.isatty()
         self._colours: dict[str, int] = {}
-        self._terminal: _Writer[tuple[TextIO, str]] = _Writer("console", _write, limit)
+        self._terminal: _Writer[TextIO] = _Writer("console", _write, limit)
         self._folder = folder
-        self._files: _Writer[tuple[str, str]] | None = None
+        self._files: _Writer[str] | None = None
         if folder is not None:
-            self._files = _Writer("log-files", lambda line: folder.append(*line), limit)
+            self._files = _Writer("log-files", folder.append, limit, self._without_files)
 
     @property
     def dropped(self) -> int:
@@ -119,18 +133,18 @@ class Console:
     def line(self, name: str, text: str) -> None:
         """Queue one line of the child `name`."""
         if self._files is not None:
-            self._files.put((name, f"{text}\n"), droppable=True)
+            self._files.put(name, f"{text}\n", droppable=True)
         prefix = f"{name:<10} | "
         if self._colour:
             colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
             prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
-        self._terminal.put((self._out, f"{prefix}{text}\n"), droppable=True)
+        self._terminal.put(self._out, f"{prefix}{text}\n", droppable=True)
 
     def write(self, text: str) -> None:
         """Queue whole lines of our own, as they are."""
-        if not self._terminal.put((self._out, text), droppable=False):
+        if not self._terminal.put(self._out, text, droppable=False):
             with contextlib.suppress(OSError, ValueError):
-                _write((self._out, text))
+                _write(self._out, text)
 
     def flush(self) -> None:
         """A stream of a logging handler has it; the thread flushes each line."""
@@ -143,25 +157,29 @@ class Console:
         """Write one line to standard output, after all others. Where that is not the same terminal, a stream
         that stands still delays it by `PATIENCE_S` at most."""
         out = sys.stdout if out is None else out
-        if not (_same(out, self._out) and self._terminal.put((out, f"{text}\n"), droppable=False)):
+        if not (_same(out, self._out) and self._terminal.put(out, f"{text}\n", droppable=False)):
             self._terminal.drain(PATIENCE_S)
-            _write((out, f"{text}\n"))
+            _write(out, f"{text}\n")
 
     def log_of(self, name: str) -> Path | None:
         """The file with the whole log of a child, if there is one."""
         return None if self._folder is None else self._folder.file(name)
 
+    def _without_files(self, error: Exception) -> None:
+        """The disk is full, say, or the folder was removed."""
+        self._folder = None
+        self.say(f"{'serve':<10} | event=log_files_end reason={str(error)!r}; no log files from here on")
+
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what is queued, within `timeout_s`. Idempotent."""
-        if self.dropped and self._terminal.put((self._out, ""), droppable=False):
+        if self.dropped and self._terminal.put(self._out, "", droppable=False):
             self.say(f"{'serve':<10} | event=log_lines_dropped count={self.dropped}")
-        self._terminal.close(timeout_s)
-        if self._files is not None:
+        if self._files is not None:  # its failure is said on the terminal
             self._files.close(timeout_s)
+        self._terminal.close(timeout_s)
 
 
-def _write(item: tuple[TextIO, str]) -> None:
-    out, text = item
+def _write(out: TextIO, text: str) -> None:
     out.write(text)
     out.flush()
 

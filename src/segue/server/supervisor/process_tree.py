@@ -292,7 +292,7 @@ class ProcessTree(ABC):
         """`text`, the last lines of `child`, and where its whole log is."""
         lines = [line for line in child.last_lines if line.strip()][-SHOWN_LINES:]
         shown = "".join(f"\n    {line}" for line in lines) or " it wrote nothing"
-        file = self._console.log_of(child.spec.name)
+        file = self._console.log_of(child.name)
         where = f"\nits whole log is in {file}" if file is not None and lines else ""
         return f"{text}; its last lines:{shown}{where}" if lines else f"{text};{shown}"
 
