@@ -92,6 +92,38 @@ def test_a_grandchild_that_keeps_the_output_open_does_not_hide_the_end_of_the_ch
         os.kill(int(lines[0]), signal.SIGKILL)
 
 
+def test_a_grandchild_that_goes_on_writing_does_not_hide_the_end_of_the_child() -> None:
+    child, _ = run("yes & exit 3")  # `yes` ends once nobody reads it
+    assert child.exit_text() == "exit status 3"
+
+
+def test_all_that_a_full_pipe_holds_is_read_after_the_end_of_the_child() -> None:
+    _, lines = run("seq 100000")
+    assert lines == [str(number) for number in range(1, 100_001)]
+
+
+def test_a_signal_to_a_child_that_has_just_ended_leaves_its_exit_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a service manager signals all processes at once: asyncio's thread is to reap it, not we."""
+    waitpid, signalled = os.waitpid, threading.Event()
+
+    def late(pid: int, options: int) -> tuple[int, int]:
+        if not options:  # the thread's
+            assert signalled.wait(60)
+        return waitpid(pid, options)
+
+    async def look(child: Child) -> None:
+        fd = os.pidfd_open(child.process.pid)
+        await asyncio.to_thread(select.select, [fd], [], [])
+        os.close(fd)
+        child.signal(signal.SIGTERM)
+        signalled.set()
+
+    monkeypatch.setattr(os, "waitpid", late)
+    assert run("exit 0", look)[0].exit_text() == "exit status 0"
+
+
 def test_a_kill_takes_what_the_child_has_started_along_and_another_signal_does_not() -> None:
     fds: list[int] = []
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from segue.kv import DECODE_ERRORS, Role
@@ -18,6 +18,9 @@ from segue.server.supervisor.lifeline import Ready, Report, decode_report, lines
 
 MAX_LINE_BYTES = 64 * 1024
 LAST_LINES = 20
+#: Reads of a child's output after its end, more than a full pipe and our buffer take: the rest is from other
+#: processes.
+CHUNKS_AFTER_END = 16
 #: Characters of one of its last lines that are kept; its log has all of them.
 LAST_LINE_CHARS = 1000
 
@@ -115,13 +118,10 @@ class Child:
         """Send a signal to the child; SIGKILL also goes to everything it started."""
         if self.process.returncode is not None:
             return
-        try:
-            if number is signal.SIGKILL:
-                os.killpg(self.process.pid, number)
-            else:
-                self.process.send_signal(number)
-        except ProcessLookupError:
-            pass  # it ended between the look and the signal
+        # `Popen.send_signal` would reap a child that has just ended, and asyncio lose its exit status.
+        send = os.killpg if number is signal.SIGKILL else os.kill
+        with contextlib.suppress(ProcessLookupError):  # it ended between the look and the signal
+            send(self.process.pid, number)
 
     def tell(self, message: bytes) -> None:
         """Send a line to the standard input of a child that is `told`; it may have ended."""
@@ -141,7 +141,7 @@ class Child:
 
     async def _listen(self, fd: int) -> None:
         try:
-            async with aclosing(_reports(fd)) as reports:
+            async with contextlib.aclosing(_reports(fd)) as reports:
                 async for report in reports:
                     if not self.report.done():
                         self.report.set_result(report)
@@ -160,12 +160,14 @@ class Child:
 
     async def _forward_lines(self) -> None:
         """Forward lines until the child's output ends or the child does: a grandchild that keeps
-        the pipe open must not hide the child's end."""
+        the pipe open, or writes to it, must not hide the child's end."""
         output = self.process.stdout
         assert output is not None
         ended = awaited(self._ended.wait())
         pending = b""
-        while True:
+        chunks_left = CHUNKS_AFTER_END
+        while chunks_left:
+            chunks_left -= ended.done()
             chunk_task = awaited(output.read(MAX_LINE_BYTES))
             await asyncio.wait({chunk_task, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not chunk_task.done():
@@ -195,7 +197,7 @@ class Child:
 
 async def _reports(fd: int) -> AsyncGenerator[Report, None]:
     """What a child says, line by line, until the pipe ends or brings what is no report."""
-    async with aclosing(lines(fd)) as said:
+    async with contextlib.aclosing(lines(fd)) as said:
         async for line in said:
             try:
                 yield decode_report(line)
