@@ -310,6 +310,28 @@ def test_a_child_that_fails_on_its_way_out_is_not_a_clean_drain(tmp_path: Path) 
     assert run(tmp_path / "j", behaviours={"prefill-0": "fail-on-leave"}).status == 1
 
 
+def test_a_child_that_dies_while_the_frontend_drains_is_told_of_and_no_clean_drain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = tmp_path / "j"
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        supervisor.stop()
+        victim, door = child(supervisor, "decode-0"), child(supervisor, "frontend")
+        when(lambda: "frontend" in events(journal, "asked"), lambda: victim.signal(signal.SIGKILL))
+        victim.exited.add_done_callback(lambda _: door.signal(signal.SIGKILL))
+
+    assert run(journal, announce, behaviours={"frontend": "stubborn"}).status == 1
+    assert "event=died child=decode-0 how='signal 9 (SIGKILL)'" in caplog.text
+
+    def clean(supervisor: Supervisor, url: str) -> None:
+        """The frontend needs until decode is dead, and leaves well."""
+        supervisor.stop()
+        child(supervisor, "decode-0").signal(signal.SIGKILL)
+
+    assert run(tmp_path / "k", clean).status == 1
+
+
 def test_a_second_signal_ends_a_drain_at_once(tmp_path: Path) -> None:
     def announce(supervisor: Supervisor, url: str) -> None:
         supervisor.stop()
@@ -561,6 +583,33 @@ def test_who_was_switched_comes_back_in_that_role_and_under_its_name(
     assert run(tmp_path / "j", announce, decode=2, behaviours=behaviours) == ServeResult(0)
     assert roles == [Role.PREFILL]
     assert "child=decode-1-as-prefill how='signal 9 (SIGKILL)'" in caplog.text
+
+
+def test_who_was_switched_comes_back_in_that_role_also_after_a_death_while_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "segue.serve")
+    for module in (restarts, process_tree):
+        monkeypatch.setattr(module, "PAUSES_S", (0.0, 0.01))
+    roles: list[Role] = []
+    behaviours = {"decode-1": "switched"}
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        given = supervisor._command
+
+        def command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
+            roles.append(role)
+            behaviours["decode-1"] = "killed" if len(roles) == 1 else "ok"
+            return given(role, config)
+
+        supervisor._command = command
+        switched = child(supervisor, "decode-1")
+        switched.signal(signal.SIGUSR1)
+        when(lambda: switched.role is Role.PREFILL, lambda: switched.signal(signal.SIGKILL))
+        when(lambda: "serves_again child=decode-1" in caplog.text, supervisor.stop)
+
+    assert run(tmp_path / "j", announce, decode=2, behaviours=behaviours) == ServeResult(0)
+    assert roles == [Role.PREFILL] * 2
 
 
 def test_who_fails_again_and_again_ends_the_service_with_the_reason(

@@ -239,8 +239,10 @@ class ProcessTree(ABC):
         try:
             specs = unit.make(unit)
             for spec in specs:
-                unit.children.append(await Child.start(spec, self._console, self._lifeline_fd))
-                log.info("event=started child=%s pid=%d", spec.name, unit.children[-1].process.pid)
+                child = await Child.start(spec, self._console, self._lifeline_fd)
+                child.role = unit.role  # it may have been switched before
+                unit.children.append(child)
+                log.info("event=started child=%s pid=%d", child.name, child.process.pid)
         except OSError as exc:
             return ServeResult(1, f"a process for {unit.name} could not be started: {exc}")
         finally:
@@ -380,10 +382,16 @@ class ProcessTree(ABC):
     async def _drain(self) -> bool:
         """The frontend first, then who computes; True if all left by themselves."""
         patience_s = self._drain_s + MARGIN_S
-        frontends = [c for c in self.children if c.spec.role is Role.FRONTEND]
-        others = [c for c in self.children if c.spec.role is not Role.FRONTEND]
+        here = [c for c in self.children if c.alive]
+        frontends = [c for c in here if c.spec.role is Role.FRONTEND]
+        others = [c for c in here if c.spec.role is not Role.FRONTEND]
         clean = await self._leave(frontends, patience_s)
-        return await self._leave(others, patience_s) and clean
+        clean = await self._leave(others, patience_s) and clean
+        # Those that ended before they were asked to: while the frontend drained.
+        early = [c for c in here if not c.told]
+        for child in early:
+            self._tell_end(child, "it is not started again")
+        return clean and all(c.exited.result() in _CLEAN for c in early)
 
     async def _leave(self, children: Iterable[Child], patience_s: float) -> bool:
         """Ask `children` to leave; kill those that have not after `patience_s` or at a second
