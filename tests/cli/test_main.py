@@ -335,7 +335,7 @@ def test_the_first_signal_asks_a_frontend_to_drain_and_the_second_ends_it(
     own_handlers: dict[signal.Signals, Any],
 ) -> None:
     async def main() -> None:
-        async with frontend._signals() as stop:
+        async with frontend._signals(supervised=False) as stop:
             signal.raise_signal(signal.SIGTERM)
             await stop.wait()
             signal.raise_signal(signal.SIGINT)
@@ -343,6 +343,22 @@ def test_the_first_signal_asks_a_frontend_to_drain_and_the_second_ends_it(
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
+    assert {number: signal.getsignal(number) for number in own_handlers} == own_handlers
+
+
+def test_a_frontend_under_a_supervisor_goes_on_draining_at_a_second_signal(
+    own_handlers: dict[signal.Signals, Any],
+) -> None:
+    """A service manager signals each process, and the supervisor its children once more."""
+
+    async def main() -> None:
+        async with frontend._signals(supervised=True) as stop:
+            signal.raise_signal(signal.SIGTERM)
+            await stop.wait()
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())
     assert {number: signal.getsignal(number) for number in own_handlers} == own_handlers
 
 

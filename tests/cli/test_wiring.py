@@ -446,7 +446,8 @@ def test_every_setting_of_an_instance_reaches_what_runs_it(
 
     ran: list[InstanceConfig] = []
 
-    def run_instance(now: InstanceConfig, *, on_ready: Any) -> int:
+    def run_instance(now: InstanceConfig, *, on_ready: Any, supervised: bool) -> int:
+        assert supervised is ends.supervised
         ran.append(now)
         on_ready(dataclasses.replace(now, role=Role.PREFILL), "tcp://here")  # it was switched
         return 3

@@ -95,7 +95,13 @@ def test_an_http_server_that_dies_is_not_hidden() -> None:
 
 @pytest.mark.parametrize(
     ("how", "status", "at_once"),
-    [("fails", 1, []), ("drains", 0, []), ("a signal", 0, []), ("two signals", 0, [128 + signal.SIGTERM])],
+    [
+        ("fails", 1, []),
+        ("drains", 0, []),
+        ("a signal", 0, []),
+        ("two signals", 0, [128 + signal.SIGTERM]),
+        ("two signals, supervised", 0, []),
+    ],
 )
 def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
     how: str, status: int, at_once: list[int], monkeypatch: pytest.MonkeyPatch
@@ -114,7 +120,7 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
         elif how == "drains":
             instance.drain()
         else:
-            for _ in range(1 + (how == "two signals")):
+            for _ in range(1 + how.startswith("two signals")):
                 signal.raise_signal(signal.SIGTERM)
 
     async def ends() -> None:
@@ -134,8 +140,8 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with deployment(Role.UNIFIED) as others:
         config = others.running[0].instance.config
-        assert run_instance(replace(config, port=0), on_ready=ready) == status
+        assert run_instance(replace(config, port=0), on_ready=ready, supervised="supervised" in how) == status
     assert (made[0].failure is not None) == (how == "fails")
     assert closed == ["formats"], "else the process ends only when every format that waits is compiled"
-    assert ended == at_once, "the second signal ends the process at once"
+    assert ended == at_once, "the second signal ends the process at once, by hand alone"
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -39,7 +39,7 @@ log = logging.getLogger("segue.server.frontend")
 
 
 async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline: Lifeline) -> bool:
-    """Serve until the first signal, then drain; the second signal ends at once. What a supervisor says over
+    """Serve until the first signal, then drain; see `_signals` for the second. What a supervisor says over
     `lifeline` of instances that it starts again reaches the requests that wait for them. False if the signal
     came while modules were still imported, in a thread that cannot be stopped."""
     limits = config.limit.limits()
@@ -49,7 +49,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline:
         config.registry, secret=config.secret or None, limits=limits, on_error=_say, tls=tls
     )
     try:
-        async with _signals() as stop, contextlib.AsyncExitStack() as closing:
+        async with _signals(supervised=lifeline.supervised) as stop, contextlib.AsyncExitStack() as closing:
             metrics = Metrics()
             door = Doorway(config.host, config.port, drain_s=limits.drain_s, keys=keys, metrics=metrics)
             closing.push_async_callback(door.close)
@@ -202,13 +202,14 @@ def _say(error: Exception) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _signals() -> AsyncIterator[asyncio.Event]:
-    """An event that the first signal sets; the second cancels the task that entered this."""
+async def _signals(*, supervised: bool) -> AsyncIterator[asyncio.Event]:
+    """An event that the first signal sets. The second cancels the task that entered this, unless it is
+    `supervised`: a supervisor sends SIGKILL for that, and its SIGTERM may follow that of a service manager."""
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
 
     def on_signal() -> None:
-        if stop.is_set():
+        if stop.is_set() and not supervised:
             task.cancel()
         stop.set()
 

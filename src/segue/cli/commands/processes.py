@@ -207,7 +207,7 @@ def instance(args: argparse.Namespace) -> int:
                     logs.configure(now.log.log_level, now.label)  # it may have been switched
                 _ready(lifeline, now.label, url, now.role)
 
-            return run_instance(found, on_ready=serving)
+            return run_instance(found, on_ready=serving, supervised=lifeline.supervised)
 
     return _child(lifeline, run)
 

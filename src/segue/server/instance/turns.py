@@ -77,10 +77,13 @@ class Turns:
             gc.freeze()
 
 
-def run_instance(config: InstanceConfig, *, on_ready: Callable[[InstanceConfig, str], None]) -> int:
+def run_instance(
+    config: InstanceConfig, *, on_ready: Callable[[InstanceConfig, str], None], supervised: bool = False
+) -> int:
     """Load the model, serve until a signal, drain; the exit status. `config` names a registry that was there.
 
-    The first SIGINT or SIGTERM drains, the second ends the process at once. `on_ready` is called
+    The first SIGINT or SIGTERM drains. The second ends the process at once, unless it is `supervised`: a
+    supervisor sends SIGKILL for that, and its SIGTERM may follow that of a service manager. `on_ready` is called
     with the instance's control address each time that it is registered, and the role is that of its
     configuration.
     """
@@ -102,7 +105,7 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[InstanceConfig, 
     def on_signal(number: int, frame: object) -> None:
         nonlocal signals
         signals += 1
-        if signals > 1:
+        if signals > 1 and not supervised:
             os._exit(128 + number)
         turns.drain()
 
