@@ -204,7 +204,7 @@ def _say(error: Exception) -> None:
 @contextlib.asynccontextmanager
 async def _signals(*, supervised: bool) -> AsyncIterator[asyncio.Event]:
     """An event that the first signal sets. The second cancels the task that entered this, unless it is
-    `supervised`: a supervisor sends SIGKILL for that, and its SIGTERM may follow that of a service manager."""
+    `supervised`: a supervisor sends SIGKILL for that, and its SIGTERM may follow a service manager's."""
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
 

@@ -83,7 +83,7 @@ def run_instance(
     """Load the model, serve until a signal, drain; the exit status. `config` names a registry that was there.
 
     The first SIGINT or SIGTERM drains. The second ends the process at once, unless it is `supervised`: a
-    supervisor sends SIGKILL for that, and its SIGTERM may follow that of a service manager. `on_ready` is called
+    supervisor sends SIGKILL for that, and its SIGTERM may follow a service manager's. `on_ready` is called
     with the instance's control address each time that it is registered, and the role is that of its
     configuration.
     """
