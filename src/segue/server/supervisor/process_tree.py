@@ -242,7 +242,7 @@ class ProcessTree(ABC):
                 child = await Child.start(spec, self._console, self._lifeline_fd)
                 child.role = unit.role  # it may have been switched before
                 unit.children.append(child)
-                log.info("event=started child=%s pid=%d", child.name, child.process.pid)
+                log.info("event=started child=%s pid=%d", spec.name, child.process.pid)
         except OSError as exc:
             return ServeResult(1, f"a process for {unit.name} could not be started: {exc}")
         finally:
