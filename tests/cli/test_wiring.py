@@ -119,7 +119,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
         "Metrics": lambda: "the metrics",
         "traces": noted.double("traces"),
         "resolve": noted.double("resolve", Path("/models/here")),
-        "from_config": noted.double("tls", TLS),
+        "tls_from_files": noted.double("tls", TLS),
         "Doorway": noted.double("door", Door(noted)),
     }.items():
         monkeypatch.setattr(frontend, name, double)
@@ -248,7 +248,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Noted:
         ),
         "check_transport": noted.double("check_transport"),
         "check_port": noted.double("check_port"),
-        "from_config": noted.double("tls", TLS),
+        "tls_from_files": noted.double("tls", TLS),
         "resolve": noted.double("resolve", Path("/models/here")),
         "model_size": noted.double("model_size", SIZE),
         "this_host": lambda: HOST,

@@ -7,7 +7,6 @@ import asyncio
 import json
 import random
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,13 +15,11 @@ import pytest
 import tiny_model
 import traffic
 from cluster import MODEL, Cluster
+from engine_models import HYBRIDS, generate
 from served import Served
 from test_serve import completion, token_ids
 
 from segue.cli.main import main
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-from engine_models import HYBRIDS, generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

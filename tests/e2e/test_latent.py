@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tiny_model
+from engine_models import GROUPS, LATENT, generate
 from served import Served
 from test_serve import completion, token_ids
 from transformers import DeepseekV3Config
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-from engine_models import GROUPS, LATENT, generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

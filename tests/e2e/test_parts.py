@@ -96,7 +96,7 @@ def test_prefill_decode_and_frontend_by_hand(tiny: Path, tmp_path: Path, traced:
         for resource in traced.get().resource_spans:
             spans = [span for scope in resource.scope_spans for span in scope.spans]
             names |= {span.name for span in spans if span.trace_id.hex() == TRACE}
-    assert {"segue.http", "segue.server.frontend", "segue.prefill", "segue.decode", "transfer"} <= names
+    assert {"segue.http", "segue.frontend", "segue.prefill", "segue.decode", "transfer"} <= names
 
 
 @pytest.mark.parametrize(

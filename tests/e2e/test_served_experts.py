@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from typing import Any
 import httpx
 import pytest
 import tiny_model
+from engine_models import BASE, GROUPS, LATENT, generate
 from served import Served
 from transformers import DeepseekV3Config, MixtralConfig
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-from engine_models import BASE, GROUPS, LATENT, generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ import soak_changes
 import tiny_model
 import traffic
 from cluster import Cluster
+from engine_models import HYBRIDS
 from soak_changes import FRONTENDS, NAMES
 from soak_kills import Report, leaks
 
 from segue.kv.ids import Role
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "engine"))
-from engine_models import HYBRIDS
 
 pytestmark = pytest.mark.timeout(300)
 

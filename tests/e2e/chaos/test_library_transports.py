@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import traffic
 from cluster import Cluster
+from engine_models import generate
 from served import Served
 from soak_kills import references
 from test_restart import killed_in_the_middle, serves_again
@@ -18,9 +18,6 @@ from test_serve import completion, token_ids
 from tiny_model import VOCAB
 
 from segue.kv.transport.kinds import KINDS, USABLE
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "engine"))
-from engine_models import generate
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from engine_models import VOCAB, GreedySampler, engine_for, save_model
 from test_conn_checksums import Hook
 from test_conn_own_memory import handing_over
 from test_manager import Side, begin
@@ -19,9 +19,6 @@ from segue.kv.errors import ErrorCode
 from segue.kv.ids import KVPoll, Span, TransferId
 from segue.kv.layout.content import Content
 from segue.kv.protocol.messages import Metadata
-
-sys.path.append(str(Path(__file__).parent.parent / "engine"))
-from engine_models import VOCAB, GreedySampler, engine_for, save_model
 
 PROMPT = [3 + (17 * at * at + 5 * at) % (VOCAB - 3) for at in range(41)]
 CHUNK, MORE = 16, 6

@@ -178,7 +178,7 @@ def child(name):
         console.line(name, f"{name} line {n} " + "x" * 60)
 def events():
     for n in range(400):
-        logging.getLogger("segue.server.instance").info("event=said n=%d of=%s", n, "y" * 60)
+        logging.getLogger("segue.serve").info("event=said n=%d of=%s", n, "y" * 60)
 threads = [threading.Thread(target=child, args=(f"child-{n}",)) for n in range(3)]
 threads.append(threading.Thread(target=events))
 for thread in threads:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine_models import VOCAB, generate, save_model
 from killable import Cluster, cluster, save_tokenizer
 
 from segue.engine.cpu.cpu_engine import load_engine
 from segue.engine.engine_api import Engine
 from segue.kv.ids import Role
 from segue.kv.transport.memory.pool_memory import Memory
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-from engine_models import VOCAB, generate, save_model
 
 COUNT = 24
 SCHEMA = {

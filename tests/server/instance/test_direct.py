@@ -7,7 +7,6 @@ import dataclasses
 import json
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import tiny_model
 import torch
 from deployment import Deployment, deployment
 
@@ -24,9 +24,6 @@ from segue.server.direct.rooms import _OpenRoom
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.instance.instance import Instance
 from segue.server.schedulers.prefill import PrefillScheduler
-
-sys.path.append(str(Path(__file__).parent.parent / "e2e"))
-import tiny_model
 
 PROMPT = "a prompt of some pages, which both legs carry"
 ASK = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0, "seed": 5, "return_token_ids": True}

@@ -21,10 +21,8 @@ from typing import Any
 
 import httpx
 import pytest
-from deployment import Running, deployment
-
-sys.path.append(str(Path(__file__).parent.parent / "e2e"))
 import tiny_model
+from deployment import Running, deployment
 
 from segue.cli.main import main
 from segue.kv.ids import Role

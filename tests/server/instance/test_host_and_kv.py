@@ -134,7 +134,7 @@ def test_pairs_measure_where_there_is_a_choice_and_room_for_it() -> None:
 def test_of_several_transports_those_that_work_are_offered_and_without_one_it_is_a_wrong_setting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = {"shm": "no memfd here", "tcp": kv.OK}
+    found = {"shm": "no memfd here", "tcp": kv.USABLE}
     monkeypatch.setattr(kv, "KINDS", SimpleNamespace(offered=lambda *_: found))
     memory: Any = None
     assert kv.usable_transports("auto", memory) == ("tcp",)

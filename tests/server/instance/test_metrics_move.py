@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +14,13 @@ import msgspec
 import pytest
 import torch
 from deployment import Running
+from engine_models import VOCAB, save_model
 from killable import NAME, Cluster, cluster, save_tokenizer
 
 from segue.engine.cpu.cpu_engine import load_engine
 from segue.engine.engine_api import Engine
 from segue.kv.ids import Role
 from segue.kv.transport.memory.pool_memory import Memory
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-from engine_models import VOCAB, save_model
 
 Series = dict[tuple[str, tuple[str, ...]], float]
 

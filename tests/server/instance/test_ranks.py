@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,15 +15,13 @@ import psutil
 import pytest
 import torch
 from deployment import LIMITS, Deployment, Running, deployment, generates_only_with
+from engine_models import VOCAB, generate, save_model
 from test_tokens import carried_bytes
 
 from segue.engine.models.model_store import resolve_model
 from segue.engine.parallel import ParallelSize
 from segue.kv.errors import ErrorCode, SegueError
 from segue.kv.ids import Role
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-from engine_models import VOCAB, generate, save_model
 
 COUNT = 12
 SIDES = (Role.PREFILL, Role.DECODE)

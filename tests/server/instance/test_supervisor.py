@@ -484,7 +484,7 @@ def test_the_only_child_of_a_role_that_is_killed_is_started_again_and_told_of(
     tmp_path: Path, victim: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = tmp_path / "j"
-    caplog.set_level("INFO", "segue.server.instance")
+    caplog.set_level("INFO", "segue.serve")
 
     def announce(supervisor: Supervisor, url: str) -> None:
         first = child(supervisor, victim)
@@ -545,7 +545,7 @@ def test_dp_ranks_of_one_instance_are_started_again_together(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = tmp_path / "j"
-    caplog.set_level("INFO", "segue.server.instance")
+    caplog.set_level("INFO", "segue.serve")
 
     def announce(supervisor: Supervisor, url: str) -> None:
         child(supervisor, "decode-0.dp1").signal(signal.SIGKILL)
@@ -562,7 +562,7 @@ def test_dp_ranks_of_one_instance_are_started_again_together(
 def test_who_was_switched_comes_back_in_that_role_and_under_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "segue.server.instance")
+    caplog.set_level("INFO", "segue.serve")
     roles: list[Role] = []
     behaviours = {"decode-1": "switched"}
 

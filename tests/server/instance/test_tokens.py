@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from deployment import Deployment, deployment, generates_only_with
+from engine_models import FAMILY_CONFIGS, VOCAB, generate, leads, save_model
 
 from segue.engine.cpu.cpu_engine import load_engine
 from segue.engine.engine_api import Engine
@@ -19,9 +19,6 @@ from segue.engine.request import Usage
 from segue.kv.ids import Role
 from segue.kv.transport.memory.pool_memory import Memory
 from segue.server.instance.instance import Instance
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-from engine_models import FAMILY_CONFIGS, VOCAB, generate, leads, save_model
 
 COUNT = 12
 ONE_ONE = (Role.PREFILL, Role.DECODE)

@@ -35,7 +35,7 @@ from segue.server.registry.registry_records import InstanceRecord
 from segue.server.settings.commands import FrontendConfig
 from segue.server.supervisor.lifeline import Lifeline
 
-log = logging.getLogger("segue.server.frontend")
+log = logging.getLogger("segue.frontend")
 
 
 async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline: Lifeline) -> bool:

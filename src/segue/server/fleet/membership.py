@@ -22,7 +22,7 @@ from segue.server.observe.metrics import Metrics
 from segue.server.registry.client import InstanceWatch
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
-log = logging.getLogger("segue.server.fleet")
+log = logging.getLogger("segue.fleet")
 
 SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
 

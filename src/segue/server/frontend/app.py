@@ -64,7 +64,7 @@ from segue.server.messages.records import Records, RequestRecord, Step
 from segue.server.observe.integrity_report import NodeState, busy, process_facts
 from segue.server.observe.metrics import CONTENT_TYPE, Metrics
 
-log = logging.getLogger("segue.server.frontend")
+log = logging.getLogger("segue.frontend")
 
 #: An ASGI application.
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]

@@ -24,7 +24,7 @@ from segue.server.frontend.trace_context import TraceContext, passed_on
 from segue.server.messages.records import Records
 from segue.server.observe.metrics import Metrics
 
-log = logging.getLogger("segue.server.frontend")
+log = logging.getLogger("segue.frontend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

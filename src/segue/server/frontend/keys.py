@@ -19,7 +19,7 @@ from segue.server.frontend.problems import error_body
 from segue.server.observe.metrics import Metrics
 from segue.server.settings.access_config import AccessConfig
 
-log = logging.getLogger("segue.server.frontend.keys")
+log = logging.getLogger("segue.frontend.keys")
 
 #: What probes ask, which have no key.
 OPEN_PATHS = frozenset({"/health", "/ready"})

@@ -11,7 +11,7 @@ from segue.kv import ErrorCode, ErrorInfo, SegueError
 from segue.kv.session import Backoff
 from segue.server.frontend.backend import Backend
 
-log = logging.getLogger("segue.server.frontend.ready")
+log = logging.getLogger("segue.frontend.ready")
 
 
 async def keep_proving(backend: Backend, prompt: list[int], *, budget_s: float = 30.0) -> None:

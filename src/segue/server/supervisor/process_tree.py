@@ -27,7 +27,7 @@ from segue.server.supervisor.console import Console
 from segue.server.supervisor.lifeline import CannotStart, Ready, Report
 from segue.server.supervisor.restarts import PAUSES_S, WINDOW_S, Restarts
 
-log = logging.getLogger("segue.server.instance")
+log = logging.getLogger("segue.serve")
 
 #: How long a child may load before it counts as stuck.
 STARTUP_S = 600.0
