@@ -146,6 +146,25 @@ def test_openai_client_lists_models(client: openai.OpenAI) -> None:
         client.models.retrieve("other/one")
 
 
+@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "hi"}]], ids=["aiperf", "guidellm"])
+def test_load_generators_streams(door: Running, content: Any) -> None:
+    # What AIPerf 0.13.0 and GuideLLM 0.8.1 send: they count tokens by the usage of each event.
+    body = {"model": "tiny", "stream": True, "ignore_eos": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    said = {"messages": [{"role": "user", "content": content}], "max_completion_tokens": 4}
+    for path, asked in (("chat/completions", said), ("completions", {"prompt": "hi", "max_tokens": 4})):
+        answer = door.post(f"/v1/{path}", body | asked)
+        assert answer.status_code == 200
+        *chunks, last = events(answer.text)
+        assert last["usage"]["completion_tokens"] == 4
+        # The time to the first token is that of the first event with text; each later one is one token.
+        texts = [
+            c["choices"][0].get("text") or c["choices"][0].get("delta", {}).get("content") for c in chunks
+        ]
+        counts = [c["usage"]["completion_tokens"] for c, text in zip(chunks, texts, strict=True) if text]
+        assert counts == sorted(set(counts))
+
+
 # ---- what is sent to the workers -------------------------------------------------------------------
 
 
