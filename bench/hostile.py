@@ -4,8 +4,9 @@
 
 Starts `segue serve` with two API keys and KV events. Ten clients stream with the first key, without and with
 each hostile load in turn; a load runs until its honest streams have ended. Reported for each load: the tail
-between tokens beside that of the undisturbed round before it, the memory of the deployment (PSS) and the
-answers that the hostile clients got. The loads use this machine's CPU, too: their CPU seconds are reported.
+between tokens beside that of the undisturbed round before it, the memory of the deployment (PSS before and
+after, and before plus what the resident memory of its processes rose meanwhile) and the answers that the
+hostile clients got. The loads use this machine's CPU, too: their CPU seconds are reported.
 
 | load | what it does |
 |---|---|
@@ -235,14 +236,38 @@ def deployment(flags: list[str]) -> Any:
                 process.wait(60)
 
 
+def members(pid: int) -> list[Path]:
+    """The folders in `/proc` of a process and of all that it started."""
+    found = [Path(f"/proc/{pid}")]
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += members(int(child))
+    return found
+
+
+def mib(process: Path, file: str, name: str) -> float:
+    """A figure of one process that the kernel gives in kB; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        return sum(map(int, re.findall(rf"^{name}:\s+(\d+)", (process / file).read_text(), re.M))) / 1024
+    return 0.0
+
+
 def memory_mib(pid: int) -> int:
-    """PSS of a process and its children."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    found = 0
-    for one in [str(pid), *children]:
+    """PSS of a process and all that it started."""
+    return round(sum(mib(one, "smaps_rollup", "Pss") for one in members(pid)))
+
+
+def resident_mib(pid: int) -> dict[Path, float]:
+    """The resident memory of each process; the kernel's record of its peak begins here."""
+    for one in members(pid):
         with contextlib.suppress(OSError):
-            found += int(re.findall(r"^Pss: +(\d+)", Path(f"/proc/{one}/smaps_rollup").read_text(), re.M)[0])
-    return found // 1024
+            (one / "clear_refs").write_text("5")
+    return {one: mib(one, "status", "VmRSS") for one in members(pid)}
+
+
+def risen_mib(pid: int, before: dict[Path, float]) -> int:
+    """How far each process rose above `before` at its peak, together."""
+    return round(sum(mib(one, "status", "VmHWM") - before.get(one, 0.0) for one in members(pid)))
 
 
 def main() -> None:
@@ -267,21 +292,22 @@ def main() -> None:
         enemy = context.Process(target=hostile, args=(theirs, ports), daemon=True)
         enemy.start()
         asyncio.run(streams(ports[0]))  # the first requests warm up
-        print("| load | without: p50, p99, ms | with | ratio | MiB before, after | answers | load's CPU, s |")
+        print("| load | without: p50, p99, ms | with | ratio | MiB: before, after, peak | answers | CPU, s |")
         print("|---|---|---|---|---|---|---|")
         for name in args.only:
             without, before = round_of(ports[0]), memory_mib(process.pid)
+            resident = resident_mib(process.pid)
             pipe.send(name)
             found = round_of(ports[0])
             pipe.send("")
             seen, used = pipe.recv()
-            after = memory_mib(process.pid)
+            memory = [before, memory_mib(process.pid), before + risen_mib(process.pid, resident)]
             tails = [[round(quantile(gaps, q), 1) for q in (0.5, 0.99)] for gaps in (without, found)]
             ratio = [round(b / a, 2) for a, b in zip(*tails, strict=True)]
             rounds.append({"load": name, "without_ms": tails[0], "with_ms": tails[1], "ratio": ratio})
-            rounds[-1] |= {"mib": [before, after], "answers": seen, "load_cpu_s": round(used, 1)}
+            rounds[-1] |= {"mib": memory, "answers": seen, "load_cpu_s": round(used, 1)}
             print(
-                f"| {name} | {tails[0]} | {tails[1]} | {ratio} | {before}, {after} | {seen} | {used:.1f} |",
+                f"| {name} | {tails[0]} | {tails[1]} | {ratio} | {memory} | {seen} | {used:.1f} |",
                 flush=True,
             )
         pipe.send(None)
