@@ -6,8 +6,10 @@ import asyncio
 import gc
 import json
 import re
+import select
 import socket
 import threading
+import time
 import tracemalloc
 import weakref
 from contextlib import ExitStack
@@ -170,6 +172,21 @@ def test_beyond_what_requests_may_keep_the_next_one_is_refused_and_none_of_the_o
         assert budget.used_bytes == 0
         assert running.post(CHAT, body_of(10)).status_code == 200
         assert budget.used_bytes == 0
+
+
+def test_large_bodies_do_not_have_small_requests_refused(tokenizer: ModelTokenizer) -> None:
+    backend = FakeBackend(tokenizer)
+    with serve(backend, tokenizer) as running, ExitStack() as stack:
+        budget = running.door.memory
+        budget.limit_bytes = MIB
+        sent = MIB - 4096  # of a body that never ends
+        large = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), DEADLINE_S))
+        large.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {2 * MIB}\r\n\r\n".encode())
+        large.sendall(b" " * sent)
+        until = time.monotonic() + DEADLINE_S
+        while budget.used_bytes < sent and not select.select([large], [], [], 0)[0]:
+            assert time.monotonic() < until
+        assert running.post(CHAT, body_of(10)).status_code == 200
 
 
 @pytest.mark.parametrize(

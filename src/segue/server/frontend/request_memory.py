@@ -27,6 +27,9 @@ _SLICE: Final = 64 * 2**10
 
 #: The least that a server's requests may keep.
 MIN_BUDGET: Final = 256 * 2**20
+#: A request that keeps no more than this is small, and an eighth of the budget is for small ones alone:
+#: otherwise a client with a few large bodies could have everybody's ordinary requests refused.
+SMALL_BYTES: Final = 64 * 2**10
 
 
 class MemoryBudget:
@@ -36,11 +39,12 @@ class MemoryBudget:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
 
-    def take(self, nbytes: int) -> None:
+    def take(self, nbytes: int, *, small: bool) -> None:
         """Count `nbytes` more. Raises OutOfCapacity if they do not fit."""
-        if nbytes > 0 and self.used_bytes + nbytes > self.limit_bytes:
+        limit_bytes = self.limit_bytes if small else self.limit_bytes - self.limit_bytes // 8
+        if nbytes > 0 and self.used_bytes + nbytes > limit_bytes:
             raise OutOfCapacity(
-                f"requests keep {self.used_bytes} of {self.limit_bytes} bytes, and this one needs {nbytes} "
+                f"requests keep {self.used_bytes} of {limit_bytes} bytes, and this one needs {nbytes} "
                 "more; try again later"
             )
         self.used_bytes += nbytes
@@ -57,7 +61,7 @@ class RequestMemory:
 
     def add(self, nbytes: int) -> None:
         """Keep `nbytes` more. Raises OutOfCapacity."""
-        self._budget.take(nbytes)
+        self._budget.take(nbytes, small=self.nbytes + nbytes <= SMALL_BYTES)
         self.nbytes += nbytes
 
     def set(self, nbytes: int) -> None:
