@@ -189,6 +189,24 @@ def test_large_bodies_do_not_have_small_requests_refused(tokenizer: ModelTokeniz
         assert running.post(CHAT, body_of(10)).status_code == 200
 
 
+def test_refused_bodies_are_let_go_without_the_garbage_collector(tokenizer: ModelTokenizer) -> None:
+    raw = b" " * (MIB - 100)
+    with serve(FakeBackend(tokenizer), tokenizer) as running, ExitStack() as stack:
+        running.door.memory.limit_bytes = MIB
+        assert running.post(CHAT, raw).status_code == 429
+        gc.collect()
+        gc.disable()
+        stack.callback(gc.enable)
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        for _ in range(8):
+            assert running.post(CHAT, raw).status_code == 429
+        until = time.monotonic() + DEADLINE_S
+        while running.on_loop(lambda: running.door.calls):
+            assert time.monotonic() < until
+        assert tracemalloc.get_traced_memory()[0] < MIB
+
+
 @pytest.mark.parametrize(
     "content",
     [b"[]," * 70_000, b'{"a":1},' * 70_000, b"1," * (MAX_WEIGHT + 1)],

@@ -182,7 +182,8 @@ class OpenAIServer:
         try:
             await work(call, started)
         except SegueError as failure:
-            error = failure
+            # Without its traceback, a cycle with this frame that keeps a refused body until it is collected.
+            error = failure.with_traceback(None)
         except TimeoutError:
             error = DeadlineExceeded("the request's deadline passed", phase="frontend")
         except Exception as failure:
