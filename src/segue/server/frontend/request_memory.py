@@ -78,14 +78,15 @@ def decoded_bytes(raw: bytes, max_weight: int) -> int:
     """
     values = containers = 0
     for at in range(0, len(raw), _SLICE):
-        piece = raw[at : at + _SLICE]
-        values += piece.count(b",") + piece.count(b":")
-        containers += piece.count(b"[") + piece.count(b"{")
+        end = at + _SLICE
+        values += raw.count(b",", at, end) + raw.count(b":", at, end)
+        containers += raw.count(b"[", at, end) + raw.count(b"{", at, end)
         if values + _CONTAINER * containers > max_weight:
             raise RequestTooLarge(
                 f"the body has too many values: {max_weight} at most, of which a list or an object counts as "
                 f"{_CONTAINER}; send fewer prompts, messages or tools in one request"
             )
     # A text with one sign beyond Latin-1 takes two to four bytes for each of its letters.
-    wide = 1 if raw.isascii() and b"\\u" not in raw else 4
+    # Searching one byte is much faster than searching two.
+    wide = 1 if raw.isascii() and (b"\\" not in raw or b"\\u" not in raw) else 4
     return wide * len(raw) + TOKEN_BYTES * values + 200 * containers
