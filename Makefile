@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setup 1/2: torch (its CPU build is a download of 192 MB)"
 	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt torch
 	@echo "setup 2/2: segue, the other packages that it needs, and the tools for its tests"
-	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[engine,otel,dev]'
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[all,dev]'
 	@echo "setup done: $$(du -sh $(VENV) | cut -f1) in $(VENV)"
 	@touch $@
 
@@ -70,8 +70,8 @@ test-slow: transports routers ## kills, pauses, faulty networks, big sizes, many
 # An environment of its own with the lowest version of each dependency that pyproject.toml allows.
 $(OLDEST)/.segue-setup: pyproject.toml constraints.txt tools/oldest_versions.py | $(STAMP)
 	@test -x $(OLDEST)/bin/python || "$(PYTHON)" -m venv $(OLDEST)
-	@$(BIN)/python tools/oldest_versions.py engine otel > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet -c constraints.txt -c $(OLDEST)/constraints.txt -e '.[engine,otel,dev]'
+	@$(BIN)/python tools/oldest_versions.py serve engine otel > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints.txt -c $(OLDEST)/constraints.txt -e '.[all,dev]'
 	@touch $@
 
 test-oldest: $(OLDEST)/.segue-setup ## the tests of 'make test' with the lowest versions of what segue depends on

@@ -1,6 +1,6 @@
 """Print pip constraints that hold each direct dependency to the lowest version that pyproject.toml allows.
 
-    python tools/oldest_versions.py engine otel > constraints-oldest.txt
+    python tools/oldest_versions.py serve engine otel > constraints-oldest.txt
 
 The arguments are extras. A requirement without a lower bound is an error: nobody knows what it runs with.
 """

@@ -92,6 +92,7 @@ def test_every_private_name_in_our_sources_is_in_the_list() -> None:
 
 
 def test_packages_whose_private_names_we_use_have_an_upper_bound() -> None:
-    requirements = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["engine"]]
+    extras = PROJECT["optional-dependencies"]
+    requirements = [*PROJECT["dependencies"], *extras["serve"], *extras["engine"]]
     by_name = {re.split(r"[<>=;]", text)[0].strip(): text for text in requirements}
     assert {name for name in BOUNDED if "<" not in by_name[name]} == set()

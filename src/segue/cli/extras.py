@@ -1,13 +1,16 @@
-"""What a command needs beyond the packages that every installation has."""
+"""The packages that a command needs beyond those of the library, by the extra that brings them."""
 
 from __future__ import annotations
 
 import importlib.util
+from typing import Final
 
 from segue.kv import ConfigError
 
-#: Modules of the `engine` extra by what they are needed for. `pip` fetches the default model alone.
-ENGINE = (
+#: Modules of the `serve` extra.
+SERVE: Final = ("starlette", "uvicorn", "httptools", "httpx", "prometheus_client", "rich", "psutil")
+#: Modules of the `engine` extra. Its `pip` fetches the default model alone, and is not looked for.
+ENGINE: Final = (
     "torch",
     "transformers",
     "tokenizers",
@@ -20,17 +23,31 @@ ENGINE = (
     "numba",
 )
 #: A frontend runs no model: a tokenizer and chat templates are all.
-FRONTEND = ("transformers", "tokenizers", "jinja2")
+FRONTEND: Final = ("transformers", "tokenizers", "jinja2")
+#: What each command needs; all others need the `serve` extra alone.
+_NEEDS: Final = {
+    "version": (),
+    "serve": (*SERVE, *ENGINE),
+    "prefill": (*SERVE, *ENGINE),
+    "decode": (*SERVE, *ENGINE),
+    "unified": (*SERVE, *ENGINE),
+    "frontend": (*SERVE, *FRONTEND),
+    "advise --measure": (*SERVE, *ENGINE),
+}
 
 
-def need(command: str, modules: tuple[str, ...]) -> None:
-    """Raise a ConfigError, in one sentence, if `command` lacks one of `modules`; imports none of them."""
-    missing = [name for name in modules if not _installed(name)]
-    if missing:
-        raise ConfigError(
-            f"segue {command} needs the engine extra ({', '.join(missing)} not installed): "
-            "pip install 'segue[engine]'"
-        )
+def need(command: str) -> None:
+    """Raise a ConfigError, in one sentence, if a module that `command` needs is missing; imports none."""
+    missing = [name for name in _NEEDS.get(command, SERVE) if not _installed(name)]
+    if not missing:
+        return
+    lacking = set(missing)
+    extras = [name for name, has in (("serve", lacking - {*ENGINE}), ("engine", lacking & {*ENGINE})) if has]
+    said = "the extras serve and engine" if len(extras) > 1 else f"the {extras[0]} extra"
+    raise ConfigError(
+        f"segue {command} needs {said} ({', '.join(missing)} not installed): "
+        f"pip install 'segue[{','.join(extras)}]'"
+    )
 
 
 def _installed(module: str) -> bool:

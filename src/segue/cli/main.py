@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from segue import __version__
-from segue.cli import flags
+from segue.cli import extras, flags
 from segue.kv import ConfigError, Role, SegueError
 from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import nearest
@@ -127,6 +127,7 @@ def _run(words: list[str]) -> int:
     if args.command is None:
         top.print_help()
         return 2
+    extras.need(args.command)
     handler: Handler = args.handler
     return handler(args)
 

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from segue.kv.layout.spec import STATE_ALIGN as STATE_ALIGN
     from segue.kv.layout.spec import KVShape as KVShape
     from segue.kv.layout.spec import Plane as Plane
+    from segue.kv.layout.spec import PlaneSpec as PlaneSpec
     from segue.kv.layout.spec import PoolSpec as PoolSpec
     from segue.kv.layout.spec import StateTensor as StateTensor
     from segue.kv.limits import MAX_ATTEMPTS as MAX_ATTEMPTS
@@ -105,6 +106,8 @@ if TYPE_CHECKING:
     from segue.kv.transport.memory.host_memory import cpu_quota as cpu_quota
     from segue.kv.transport.memory.host_memory import limited_groups as limited_groups
     from segue.kv.transport.memory.pool_memory import Memory as Memory
+    from segue.kv.transport.memory.pool_memory import MemoryKind as MemoryKind
+    from segue.kv.transport.memory.pool_memory import Region as Region
     from segue.kv.transport.memory.pool_memory import allocate as allocate
     from segue.kv.transport.memory.tensors import pool_of as pool_of
     from segue.kv.transport.probe import FAR_UNDER as FAR_UNDER
@@ -133,7 +136,7 @@ _MODULE_OF = {
         ),
         "segue.kv.io": "IoThread MonotonicClock",
         "segue.kv.layout.content": "Part",
-        "segue.kv.layout.spec": "KVShape Plane PoolSpec STATE_ALIGN StateTensor",
+        "segue.kv.layout.spec": "KVShape Plane PlaneSpec PoolSpec STATE_ALIGN StateTensor",
         "segue.kv.limits": "Limits MAX_ATTEMPTS",
         "segue.kv.manager": "KVManager",
         "segue.kv.model_match": "model_difference model_identity",
@@ -150,7 +153,7 @@ _MODULE_OF = {
         "segue.kv.torch_group": "TorchGroup",
         "segue.kv.transport.kinds": "AUTO_TRANSPORT KINDS USABLE",
         "segue.kv.transport.memory.host_memory": "available_bytes cpu_quota limited_groups",
-        "segue.kv.transport.memory.pool_memory": "Memory allocate",
+        "segue.kv.transport.memory.pool_memory": "Memory MemoryKind Region allocate",
         "segue.kv.transport.memory.tensors": "pool_of",
         "segue.kv.transport.probe": "FAR_UNDER SCRATCH_BYTES",
     }.items()

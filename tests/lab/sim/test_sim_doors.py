@@ -13,7 +13,7 @@ from segue.kv.ids import LeaderId, Role
 from segue.lab.sim.run import Outcome, load, run_scenario
 from segue.lab.sim.scenario import Fault, Scenario
 from segue.lab.sim.sim_registry import TTL_S
-from segue.lab.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, NODE_KINDS, VISITOR_KINDS
+from segue.lab.sim.visits import GUEST_KINDS, MISFIT_KINDS, NODE_KINDS, VISITOR_KINDS
 from segue.lab.sim.vocabulary import AT_THE_DOORS, FAULTS
 from segue.lab.sim.web_clients import WEB_KINDS
 from segue.server.registry import registry_store as store
@@ -54,9 +54,9 @@ def test_each_visitor_is_told_why_or_cut_and_harms_nobody(kind: str) -> None:
     comes(kind, "visitor", VISITOR_KINDS.index(kind))
 
 
-@pytest.mark.parametrize("kind", MISFIT_AND_TLS_KINDS)
+@pytest.mark.parametrize("kind", MISFIT_KINDS)
 def test_each_leader_that_does_not_fit_is_told_why_and_harms_nobody(kind: str) -> None:
-    comes(kind, "misfit", MISFIT_AND_TLS_KINDS.index(kind))
+    comes(kind, "misfit", MISFIT_KINDS.index(kind))
 
 
 @pytest.mark.parametrize("kind", NODE_KINDS)
@@ -264,5 +264,5 @@ def test_whom_the_flood_of_another_guest_has_cost_his_place_is_not_told_why(seed
 
 
 def test_whoever_comes_is_told_from_all_others_by_name() -> None:
-    kinds = [*VISITOR_KINDS, *GUEST_KINDS, *MISFIT_AND_TLS_KINDS]
+    kinds = [*VISITOR_KINDS, *GUEST_KINDS, *MISFIT_KINDS]
     assert len(set(kinds)) == len(kinds)

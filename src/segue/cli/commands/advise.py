@@ -13,7 +13,7 @@ import msgspec
 from segue import __version__
 from segue.cli.commands import advise_model, models
 from segue.cli.commands.advise_flags import AdviseConfig, config_of, wire_of
-from segue.cli.extras import ENGINE, need
+from segue.cli.extras import need
 from segue.cli.terminal import terminal
 from segue.engine.cpu.processor import AUTO, this_processor
 from segue.kv import DECODE_ERRORS, ConfigError
@@ -183,7 +183,7 @@ def _costs(config: AdviseConfig) -> ModelCosts:
 
 
 def _measure(config: AdviseConfig) -> MeasuredMachine:
-    need("advise --measure", ENGINE)
+    need("advise --measure")
     assert config.model is not None
     folder = models.resolve(config.model, config.cache)
     dtype = this_processor().dtype(config.dtype)

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from segue.cli import extras, flags, logs
+from segue.cli import flags, logs
 from segue.cli.commands.models import located, model_size, resolve
 from segue.engine.cpu.processor import this_processor
 from segue.engine.model_names import served_name
@@ -45,7 +45,6 @@ LOOPBACK = "127.0.0.1"
 
 def serve(config: ServeConfig) -> int:
     """Run a deployment until a signal; the exit status."""
-    extras.need("serve", extras.ENGINE)
     folder = _log_folder(config.engine.cache)
     console = Console(folder=folder)
     status = 1
@@ -183,7 +182,6 @@ def instance(args: argparse.Namespace) -> int:
     lifeline = Lifeline(args.lifeline_fd, args.report_fd)
 
     def run() -> int:
-        extras.need(role, extras.ENGINE)
         config = flags.with_secret(flags.load(InstanceConfig, role, args, role=role))
         logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
         lifeline.watch(config.limit.drain_s + MARGIN_S)
@@ -267,7 +265,6 @@ def frontend(args: argparse.Namespace) -> int:
     lifeline = Lifeline(args.lifeline_fd, args.report_fd)
 
     def run() -> int:
-        extras.need("frontend", extras.FRONTEND)
         config = flags.with_secret(flags.load(FrontendConfig, "frontend", args))
         logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
         lifeline.watch(config.limit.drain_s + MARGIN_S)

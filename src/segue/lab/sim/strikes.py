@@ -18,7 +18,7 @@ from segue.lab.sim.outsider import Outsider
 from segue.lab.sim.scenario import Fault
 from segue.lab.sim.sim_node import KVNode, LeaderNode
 from segue.lab.sim.timing import Timing
-from segue.lab.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, NODE_KINDS, VISITOR_KINDS, make_visitor
+from segue.lab.sim.visits import GUEST_KINDS, MISFIT_KINDS, NODE_KINDS, VISITOR_KINDS, make_visitor
 from segue.lab.sim.vocabulary import DATA, ENGINE_CALLS, RANK_CALLS, RANKS, ROLE_CALLS, SPOILED_METADATA
 from segue.lab.sim.web_clients import WEB_KINDS, WebClient
 from segue.lab.sim.world import Process, SkewedClock, Violation, World
@@ -248,7 +248,7 @@ class Strikes:
                 if isinstance(node, KVNode):
                     node.hearing.arm(fault.amount)
             case "misfit":
-                self.visit(node, fault.name, MISFIT_AND_TLS_KINDS[fault.amount % len(MISFIT_AND_TLS_KINDS)])
+                self.visit(node, fault.name, MISFIT_KINDS[fault.amount % len(MISFIT_KINDS)])
             case "effect exception":
                 if isinstance(node, KVNode) and node.workers:
                     node.workers[fault.amount % len(node.workers)].fail_next(self._rng.choice(RANK_CALLS))

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from segue.lab.sim.guests import GUEST_KINDS, Guest
 from segue.lab.sim.misfits import MISFIT_KINDS, Misfit
-from segue.lab.sim.secured import TLS_KINDS, Secured
 from segue.lab.sim.visitor import Visitor
 from segue.lab.sim.visits_authenticated import AUTHENTICATED
 from segue.lab.sim.visits_between_nodes import BETWEEN_NODES
@@ -16,12 +15,10 @@ if TYPE_CHECKING:
     from segue.lab.sim.deployment import Deployment
     from segue.lab.sim.sim_leader import LeaderNode
 
-#: Those who come to an instance's port as anybody might, those who are several themselves, and those who come
-#: as a leader or with TLS.
+#: Those who come to an instance's port as anybody might, and those who are several themselves.
 VISITOR_KINDS = (*UNAUTHENTICATED, *AUTHENTICATED)
 _VISITS = {**UNAUTHENTICATED, **AUTHENTICATED, **BETWEEN_NODES}
 NODE_KINDS = tuple(BETWEEN_NODES)
-MISFIT_AND_TLS_KINDS = (*MISFIT_KINDS, *TLS_KINDS)
 
 
 def make_visitor(deployment: Deployment, target: LeaderNode, name: str, kind: str) -> Visitor | Guest:
@@ -30,9 +27,7 @@ def make_visitor(deployment: Deployment, target: LeaderNode, name: str, kind: st
         return Guest(deployment, target, name, kind)
     if kind in MISFIT_KINDS:
         return Misfit(deployment, target, name, kind)
-    if kind in TLS_KINDS:
-        return Secured(deployment, target, name, kind)
     return Visitor(deployment, target, name, kind, _VISITS[kind])
 
 
-__all__ = ["GUEST_KINDS", "MISFIT_AND_TLS_KINDS", "NODE_KINDS", "VISITOR_KINDS", "make_visitor"]
+__all__ = ["GUEST_KINDS", "MISFIT_KINDS", "NODE_KINDS", "VISITOR_KINDS", "make_visitor"]

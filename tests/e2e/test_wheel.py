@@ -1,0 +1,171 @@
+"""The wheel: what is in it, what it needs, and that the library and the server run from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+#: What `pip install segue` brings.
+LIBRARY = {"msgspec", "numpy", "uvloop", "xxhash"}
+ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in files.stdout.rstrip("\0").split("\0"):
+        if name.startswith(("src/", "docs/package.md", "pyproject.toml", "LICENSE")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(source))
+    [made] = folder.glob("segue-*.whl")
+    return made
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """The Python of a new environment with the wheel and nothing else."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    pip("--python", str(python), "install", "--no-deps", str(wheel))
+    return python
+
+
+@pytest.fixture(scope="module")
+def library(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment after `pip install segue`."""
+    folder = tmp_path_factory.mktemp("library")
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    pip("--python", str(python), "install", "-c", "constraints.txt", str(wheel))
+    return python
+
+
+def run(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [python, *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environ,
+        cwd=python.parent,
+    )
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_it_holds_code_alone_and_no_key(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert {Path(name).suffix for name in names} == {".py", ".typed"}
+        assert not [name for name in names if b"PRIVATE KEY" + b"-----" in archive.read(name)]
+    assert not [name for name in names if not name.startswith("segue/")]
+
+
+def test_its_metadata_says_who_what_and_for_whom(wheel: Path) -> None:
+    said = metadata(wheel)
+    assert said["Author"] == "segue contributors"
+    assert said["Requires-Python"] == ">=3.11"
+    assert said["License-Expression"] == "Apache-2.0"
+    assert len(said.get_all("Classifier") or []) > 5
+    assert said["Keywords"]
+    text = said.get_payload()
+    assert isinstance(text, str)
+    assert "segue.kv" in text
+    assert re.findall(r"\]\((?!https?:)", text) == [], "a relative link leads nowhere outside the repository"
+
+
+def test_the_library_needs_three_packages(library: Path) -> None:
+    code = "import importlib.metadata as m; print(*sorted(d.name.lower() for d in m.distributions()))"
+    assert set(run(library, "-c", code).stdout.split()) == {"segue", *LIBRARY}
+
+
+@pytest.mark.parametrize(
+    ("example", "said"), [("handover.py", "first token 42, KV equal"), ("own_memory.py", "KV equal")]
+)
+def test_examples_run_with_the_library_alone(library: Path, example: str, said: str) -> None:
+    done = run(library, str(ROOT / "examples" / example))
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, said, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "extras"),
+    [
+        (("serve",), "serve,engine"),
+        (("decode", "--model", "m"), "serve,engine"),
+        (("frontend", "--registry", "http://127.0.0.1:1"), "serve,engine"),
+        (("ps", "--registry", "http://127.0.0.1:1"), "serve"),
+        (("doctor",), "serve"),
+        (("sim",), "serve"),
+        (("bench", "http://127.0.0.1:1"), "serve"),
+    ],
+)
+def test_a_command_without_its_extra_says_which(library: Path, words: tuple[str, ...], extras: str) -> None:
+    done = run(library, "-m", "segue.cli.main", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"segue: segue {words[0]} needs the ")
+    assert line.endswith(f"not installed): pip install 'segue[{extras}]'")
+
+
+def test_help_and_version_need_nothing(library: Path) -> None:
+    for words in (("--help",), ("serve", "--help"), ("version",)):
+        done = run(library, "-m", "segue.cli.main", *words)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def everything(wheel: Path, tmp_path: Path) -> Path:
+    """The Python of an environment with the wheel; the packages of `segue[all]` are those of this one."""
+    python = installed(wheel, tmp_path / "all")
+    [packages] = (tmp_path / "all" / "lib").glob("python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def test_segue_serve_runs_from_the_wheel(everything: Path, tiny: Path, tmp_path: Path) -> None:
+    where = run(everything, "-c", "import segue; print(segue.__file__)").stdout
+    assert str(tmp_path) in where
+    serve = [everything, "-m", "segue.cli.main", "serve", str(tiny), "--port", "0", "--dtype", "float32"]
+    with subprocess.Popen(
+        serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRON, cwd=tmp_path
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if line.startswith("ready http://"):
+                    break
+            else:
+                pytest.fail("".join(said))
+        finally:
+            process.terminate()
+            process.communicate(timeout=120)
+    assert process.returncode == 0
