@@ -37,7 +37,7 @@ WORK = Work(
 SIDES = ("prefill", "decode")
 
 
-class Rooms(Pair):
+class PrefillRendezvous(Pair):
     """Rooms that stay open, and hand-offs beside them."""
 
     def __init__(self, most: int) -> None:
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    pair = Rooms(max(args.rooms))
+    pair = PrefillRendezvous(max(args.rooms))
     raw: dict[int, dict[str, list[float]]] = {n: {side: [] for side in SIDES} for n in args.rooms}
     try:
         pair.hand_offs(args.hand_offs)

@@ -23,7 +23,7 @@ from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
 from segue.server.fleet.life import Life
 from segue.server.fleet.operator import Row
 from segue.server.messages.control import Load
-from segue.server.messages.operate import PairSight, Sight
+from segue.server.messages.operate import PairStatus, Status
 
 LOAD = Load(
     dp_rank=0,
@@ -37,14 +37,14 @@ LOAD = Load(
 )
 
 
-def pair(peer: str, succeeded: int, **more: object) -> PairSight:
-    return PairSight(
+def pair(peer: str, succeeded: int, **more: object) -> PairStatus:
+    return PairStatus(
         peer=peer, transport="shm", bytes_per_s=2e9, nbytes=5 * 10**8, succeeded=succeeded, **more
     )  # type: ignore[arg-type]
 
 
-def row(role: Role, letter: str, rank: int = 0, *sights: PairSight, answers: bool = True) -> Row:
-    sight = Sight(
+def row(role: Role, letter: str, rank: int = 0, *sights: PairStatus, answers: bool = True) -> Row:
+    sight = Status(
         role=role,
         state="draining",
         version="1.2",
@@ -147,7 +147,7 @@ def test_a_time_to_wait_is_a_number_of_seconds_that_ends(text: str) -> None:
 
 
 def test_a_pair_that_has_carried_nothing_has_no_speed_and_failures_are_not_successes() -> None:
-    idle = PairSight(peer="cccccccc dp0", transport="shm", succeeded=0, failed=3)
+    idle = PairStatus(peer="cccccccc dp0", transport="shm", succeeded=0, failed=3)
     line = shown([row(Role.PREFILL, "b", 0, idle)]).split("\n\n")[1].splitlines()[1]
     assert line.split() == ["bbbbbbbb", "dp0", "cccccccc", "dp0", "shm", "-", "-", "0", "3"]
 

@@ -242,7 +242,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Noted:
     """Nothing is looked for on this host, and no log is configured."""
     noted = Noted()
     for name, double in {
-        "extras": SimpleNamespace(need=lambda *_: None, ENGINE=(), FRONTEND=()),
         "logs": SimpleNamespace(
             configure=lambda *given: noted.order.append(f"log {given[1]!r}"), event=lambda *_, **__: None
         ),
@@ -423,7 +422,7 @@ def test_every_setting_of_an_instance_reaches_what_runs_it(
     dp: int,
 ) -> None:
     from segue.server.instance import registry_link as registry
-    from segue.server.instance import turns
+    from segue.server.instance import role_lifecycle as turns
 
     ends = Lifeline(supervised, started)
     monkeypatch.setattr(processes, "Lifeline", lambda *_fds: ends)
@@ -525,7 +524,7 @@ def test_the_type_is_chosen_once_before_anything_is_sized_and_said_once(
     warns: bool,
 ) -> None:
     from segue.server.instance import registry_link as registry
-    from segue.server.instance import turns
+    from segue.server.instance import role_lifecycle as turns
 
     monkeypatch.setattr(processes, "this_processor", lambda: processor)
     events: list[tuple[str, object]] = []

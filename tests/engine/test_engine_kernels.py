@@ -206,7 +206,7 @@ def test_turn_rotates_in_place_and_writes_the_pool(dtype, normed, threads):
     k_pool, v_pool = (torch.zeros(40, kv_heads, dim).to(DTYPES[dtype]) for _ in "kv")
     slots = torch.tensor([3, 4, 39, 0, 17, 18])
     before = qkv.clone()
-    kernels.turn(
+    kernels.rotary(
         qkv.data_ptr(),
         rows,
         cos.data_ptr(),

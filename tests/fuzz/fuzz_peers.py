@@ -20,7 +20,7 @@ from segue.kv.peers import join
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
 from segue.kv.protocol.messages import (
-    PROTOCOL_VERSION,
+    HANDOFF_VERSION,
     Abort,
     Accepted,
     ChunkPosted,
@@ -54,7 +54,7 @@ encode = msgspec.msgpack.encode
 def info(**changes: Any) -> LeaderInfo:
     endpoint = encode(Endpoint("fake", SPEC.nbytes, b"x"))
     fields: dict[str, Any] = {
-        "protocol": PROTOCOL_VERSION,
+        "protocol": HANDOFF_VERSION,
         "model": "lineage-1",
         "dp_size": 1,
         "ranks": [SPEC],

@@ -157,7 +157,7 @@ class Engine(Protocol):
         self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
     ) -> StepHandle:
         """Begin one forward over all `steps`: write their KV into the pool and sample. There are none only
-        where other DP ranks wait for this one (`Companions.behind`).
+        where other DP ranks wait for this one (`ExpertPeers.behind`).
 
         `on_stored` may be called once, when KV and state of all layers are in the pool and final, with every
         sequence that the forward computes: it leaves while the forward goes on. Before that it may be called
@@ -181,7 +181,7 @@ class Engine(Protocol):
         ...
 
 
-class Companions(Protocol):
+class ExpertPeers(Protocol):
     """The other DP ranks of an instance whose ranks compute every step together (`engine.ranks.dp_group`).
 
     Called by the leader's thread, but for `listen`, `stop_listening` and `close`."""

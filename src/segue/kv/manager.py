@@ -27,16 +27,16 @@ from segue.kv.handles import Change, KVReceiver, KVSender, OnChange
 from segue.kv.ids import LeaderId, RankId, Role, TransferId
 from segue.kv.io import MonotonicClock
 from segue.kv.open_ranks import OpenRanks
-from segue.kv.peers import Introduction, PathSpeed, Peer
+from segue.kv.peers import Compatibility, PathSpeed, Peer
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, PathMessage
+from segue.kv.protocol.messages import HANDOFF_VERSION, HandoffMessage, LeaderInfo, PathMessage
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S, Rank, local_rank
 from segue.kv.ranks.rank_group import PeerRoute, Ranks
 from segue.kv.session.api import PeerInfo, Session, SessionHandler
 from segue.kv.session.tasks import background, typed
 from segue.kv.transport import base as transport_base
 from segue.kv.transport.memory.pool_memory import Memory
-from segue.kv.transport_negotiation import PathOpening
+from segue.kv.transport_negotiation import TransportNegotiation
 
 log = logging.getLogger("segue.kv")
 
@@ -86,7 +86,7 @@ class KVManager:
         ranks = [local_rank(config, pool, runtime)] if isinstance(pool, Memory) else pool
         self._ranks = Ranks(ranks, config.me, config.role, config.limits.max_sessions)
         info = LeaderInfo(
-            protocol=PROTOCOL_VERSION,
+            protocol=HANDOFF_VERSION,
             model=config.model,
             dp_size=config.dp.size,
             ranks=[rank.spec for rank in ranks],
@@ -94,7 +94,7 @@ class KVManager:
             max_transfers=config.limits.max_transfers,
             scratch=self._ranks.scratch,
         )
-        self.introduction = Introduction(config.role, info, runtime.transports)
+        self.compatibility = Compatibility(config.role, info, runtime.transports)
         self.exchange = runtime.exchange(
             role=config.role,
             me=config.me,
@@ -104,10 +104,10 @@ class KVManager:
             kv_checksum=config.kv_checksum,
             dp=config.dp,
         )
-        self.opening = PathOpening(
+        self.opening = TransportNegotiation(
             config.role,
             config.limits,
-            self.introduction,
+            self.compatibility,
             self._ranks,
             self.io,
             runtime,
@@ -420,15 +420,15 @@ class KVManager:
 
     def hello(self) -> bytes:
         """Our `LeaderInfo`."""
-        return self.introduction.hello
+        return self.compatibility.hello
 
     def accept(self, peer: PeerInfo) -> None:
         """Refuse a peer whose KV cannot be joined with ours, before anything is served."""
-        self.introduction.join(peer)
+        self.compatibility.check_peer(peer)
 
     def opened(self, session: Session) -> None:
         """Open the path to its memory, then tell the protocol."""
-        joined, leader = self.introduction.join(session.peer), session.peer.leader
+        joined, leader = self.compatibility.check_peer(session.peer), session.peer.leader
         peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport), probe=joined.probe)
         self._peers[leader] = peer
         plan = joined.plan

@@ -13,7 +13,7 @@ from segue.kv.ids import Role
 from segue.kv.layout.planner import PairPlan, plan_pair
 from segue.kv.model_match import model_difference
 from segue.kv.path_figures import PathCandidate, PathChoice
-from segue.kv.protocol.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, PathMessage
+from segue.kv.protocol.messages import HANDOFF_VERSION, HandoffMessage, LeaderInfo, PathMessage
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.transport.base import Endpoint
 from segue.kv.transport.kinds import KINDS, USABLE, TransportKinds
@@ -102,7 +102,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class PeerPlan:
     """A legal pair: what the peer said of itself, the transport that both will use, and what is copied from
     which rank to which."""
 
@@ -112,7 +112,7 @@ class Joined:
     probe: Probe | None = None
 
 
-class Introduction:
+class Compatibility:
     """What a leader says of itself to its peers, and what follows for a pair from what both say."""
 
     def __init__(self, role: Role, info: LeaderInfo, kinds: TransportKinds) -> None:
@@ -128,12 +128,12 @@ class Introduction:
         self.hello = msgspec.msgpack.encode(info)
         self._said[self.hello] = info
 
-    def join(self, peer: PeerInfo) -> Joined:
+    def check_peer(self, peer: PeerInfo) -> PeerPlan:
         """See `join`; by what the peer was told, so that both sides come to the same."""
         return join(self._role, self._said.get(peer.told, self.info), peer, self._kinds)
 
 
-def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = KINDS) -> Joined:
+def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = KINDS) -> PeerPlan:
     """Check that the two replicas can hand KV over, and how. Pure.
 
     Raises PeerRefused (protocol, model, no common transport) or LayoutMismatch, each with
@@ -143,9 +143,9 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
         theirs = msgspec.msgpack.decode(peer.hello, type=LeaderInfo)
     except DECODE_ERRORS as exc:
         raise PeerRefused(f"{peer.address} sent an unreadable description of itself: {exc}") from exc
-    if theirs.protocol != PROTOCOL_VERSION:
+    if theirs.protocol != HANDOFF_VERSION:
         raise PeerRefused(
-            f"{peer.address} speaks hand-off protocol {theirs.protocol}, this side {PROTOCOL_VERSION}; "
+            f"{peer.address} speaks hand-off protocol {theirs.protocol}, this side {HANDOFF_VERSION}; "
             "run the same segue version on both"
         )
     prefill, decode = (mine, theirs) if role is Role.PREFILL else (theirs, mine)
@@ -177,7 +177,7 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
             Scratch(*decode.scratch[target]),
             page_shape(prefill.ranks[source], decode.ranks[target]),
         )
-    return Joined(theirs, names[0], plan, probe)
+    return PeerPlan(theirs, names[0], plan, probe)
 
 
 def _endpoint(data: bytes) -> Endpoint:

@@ -33,7 +33,7 @@ from segue.kv.ids import RankId, Role
 from segue.kv.io import Io
 from segue.kv.limits import Limits
 from segue.kv.path_figures import PathCandidate, PathChoice
-from segue.kv.peers import Introduction, Peer, Probe
+from segue.kv.peers import Compatibility, Peer, Probe
 from segue.kv.protocol.messages import PathChosen, ProbeReady
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S
 from segue.kv.ranks.rank_group import Ranks
@@ -50,14 +50,14 @@ EACH_S = 0.3
 OPENING_S = 60.0
 
 
-class PathOpening:
+class TransportNegotiation:
     """Opens the paths of new sessions of one leader, on its loop. `new_epoch` gives decode's numbers."""
 
     def __init__(
         self,
         role: Role,
         limits: Limits,
-        introduction: Introduction,
+        compatibility: Compatibility,
         ranks: Ranks,
         io: Io,
         runtime: LeaderRuntime,
@@ -65,7 +65,7 @@ class PathOpening:
     ) -> None:
         self._role = role
         self._limits = limits
-        self._introduction = introduction
+        self._compatibility = compatibility
         self._ranks = ranks
         self._io = io
         self._kinds = runtime.transports
@@ -95,9 +95,9 @@ class PathOpening:
     def withdraw(self, name: str, error: SegueError) -> SegueError:
         """This process cannot have what a path of the transport `name` takes: the pair meets anew without
         it, if there is another. What to end the session with."""
-        info = self._introduction.info
+        info = self._compatibility.info
         if self._ranks.withdraw(name):
-            self._introduction.say(msgspec.structs.replace(info, endpoints=self._ranks.endpoints))
+            self._compatibility.say(msgspec.structs.replace(info, endpoints=self._ranks.endpoints))
             rest = ", ".join(self._ranks.endpoints)
             log.warning("%s is not offered any more, only %s: %s", name, rest, error)
         elif name in info.endpoints:

@@ -11,7 +11,7 @@ from segue.kv.transport.tcp.tcp_sockets import TcpAddress
 
 
 def told(side: Side) -> tuple[str, int]:
-    [data] = side.manager.introduction.info.endpoints["tcp"]
+    [data] = side.manager.compatibility.info.endpoints["tcp"]
     endpoint = msgspec.msgpack.decode(data, type=Endpoint)
     address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
     return address.host, address.port

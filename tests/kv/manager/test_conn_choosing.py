@@ -15,11 +15,11 @@ from segue.kv.errors import BootstrapTimeout, OutOfCapacity, PeerLost, SegueErro
 from segue.kv.ids import LeaderId, RankId, Role, new_incarnation
 from segue.kv.limits import Limits
 from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
-from segue.kv.peers import Introduction, PathSpeed, Peer, Probe
-from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo, PathChosen, ProbeReady
+from segue.kv.peers import Compatibility, PathSpeed, Peer, Probe
+from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo, PathChosen, ProbeReady
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S
 from segue.kv.transport.probe import PageShape, Scratch
-from segue.kv.transport_negotiation import PathOpening
+from segue.kv.transport_negotiation import TransportNegotiation
 
 PEER = LeaderId(new_incarnation())
 FAST, SLOW = PathFigures(page_s=1e-6, bytes_per_s=1e10), PathFigures(page_s=1e-3, bytes_per_s=1e6)
@@ -84,7 +84,7 @@ class Rig:
         #: whose pools this process maps
         self.in_memory: set[str] = set()
         info = LeaderInfo(
-            protocol=PROTOCOL_VERSION,
+            protocol=HANDOFF_VERSION,
             model="m",
             dp_size=1,
             ranks=[],
@@ -93,7 +93,7 @@ class Rig:
             },
             max_transfers=1,
         )
-        self.introduction = Introduction(role, info, HOST.transports)
+        self.compatibility = Compatibility(role, info, HOST.transports)
         self.sent: list[Any] = []
         session: Any = SimpleNamespace(peer=SimpleNamespace(leader=PEER), send=self.sent.append)
         left_out = [PathCandidate(transport="third", why_not="is not offered by both")]
@@ -107,10 +107,10 @@ class Rig:
             connecting=lambda name: None,
         )
         io: Any = SimpleNamespace(loop=self.loop)
-        self.opening = PathOpening(
+        self.opening = TransportNegotiation(
             role,
             Limits(connect_s=7.0),
-            self.introduction,
+            self.compatibility,
             self.ranks,  # type: ignore[arg-type]
             io,
             runtime,
@@ -292,7 +292,7 @@ def test_what_there_is_no_room_for_is_withdrawn_and_any_other_error_is_the_sessi
         with pytest.raises(PeerLost, match="begins anew without first: its cgroup is full"):
             await rig.opening.open(rig.peer)
         assert rig.of("withdraw") == [("first",)]
-        assert rig.introduction.info.endpoints == {"second": [b""]}, "nobody is told of it any more"
+        assert rig.compatibility.info.endpoints == {"second": [b""]}, "nobody is told of it any more"
 
     run(Role.PREFILL, test)
 

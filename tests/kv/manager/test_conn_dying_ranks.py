@@ -78,7 +78,7 @@ def test_pages_come_back_once_all_who_may_write_are_dead_and_not_before(
     pairs = (*PAIRS, (SILENT.rank, 0)) if silent else PAIRS
     for seed in range(40):
         manager._ranks.choose(PREFILL, TRANSPORT, pairs, (), relays)
-        manager._handle(events.PeerUp(PREFILL, manager.introduction.info, TRANSPORT))
+        manager._handle(events.PeerUp(PREFILL, manager.compatibility.info, TRANSPORT))
         transport = OneSided(random.Random(seed))
         rank.fence = transport.fence
         transfer = aborted(decode, 100 + seed)

@@ -72,7 +72,7 @@ class Rig:
         config = KVConfig(role=Role.DECODE, model="m", spec=SPEC, transports=["fake"])
         self.manager = KVManager(config, self.memory, self.changed, runtime=LeaderRuntime(io=StillIo))  # type: ignore[arg-type]
         self.line = Line()
-        info = self.manager.introduction.info
+        info = self.manager.compatibility.info
         self.manager._peers[PREFILL] = Peer(self.line, info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
         self.manager._ranks.choose(PREFILL, "fake", ((0, 0),), ())
         self.manager._handle(events.PeerUp(PREFILL, info, "fake"))
@@ -289,7 +289,7 @@ def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined
         raise RuntimeError("a bug")
 
     rig.manager.exchange.handle = bug  # type: ignore[method-assign, assignment]
-    rig.manager._handle(events.PeerUp(PREFILL, rig.manager.introduction.info, "fake"))
+    rig.manager._handle(events.PeerUp(PREFILL, rig.manager.compatibility.info, "fake"))
     assert type(rig.line.sent[-1]) is Internal
 
 
@@ -340,7 +340,7 @@ def test_the_timer_waits_for_the_nearest_deadline_also_when_it_came_last(rig: Ri
 def test_the_late_end_of_a_session_is_not_the_end_of_the_one_after_it(rig: Rig) -> None:
     old, new = rig.line, Line()
     old.peer = type("P", (), {"role": Role.PREFILL, "leader": PREFILL})()  # type: ignore[attr-defined]
-    rig.manager._peers[PREFILL] = Peer(new, rig.manager.introduction.info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
+    rig.manager._peers[PREFILL] = Peer(new, rig.manager.compatibility.info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
     rig.manager.closed(old, OutOfCapacity("x"))  # type: ignore[arg-type]
     assert rig.manager._peers[PREFILL].session is new  # type: ignore[comparison-overlap]
     assert not rig.changes

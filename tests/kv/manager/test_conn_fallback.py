@@ -125,7 +125,7 @@ def test_what_a_peer_was_told_decides_although_it_is_not_offered_any_more() -> N
     assert manager.hello() != told
 
     def joined(what: bytes) -> str:
-        return manager.introduction.join(
+        return manager.compatibility.check_peer(
             PeerInfo(decode.me, Role.DECODE, "there", decode.manager.hello(), what)
         ).transport
 

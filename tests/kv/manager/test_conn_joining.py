@@ -12,13 +12,13 @@ from test_manager import SHAPE
 from segue.kv.errors import LayoutMismatch, PeerRefused
 from segue.kv.ids import LeaderId, RankCoord, Role, new_incarnation
 from segue.kv.layout.spec import PoolSpec
-from segue.kv.peers import Joined, join
-from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.kv.peers import PeerPlan, join
+from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo
 from segue.kv.session.api import PeerInfo
 from segue.kv.transport.probe import Scratch, page_shape
 
 
-def joined(prefill: LeaderInfo, decode: LeaderInfo) -> Joined:
+def joined(prefill: LeaderInfo, decode: LeaderInfo) -> PeerPlan:
     """What follows on either side."""
     found = []
     for role, mine, theirs in ((Role.PREFILL, prefill, decode), (Role.DECODE, decode, prefill)):
@@ -55,8 +55,8 @@ def thirds(*order: int) -> list[PoolSpec]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"protocol": PROTOCOL_VERSION - 1},
-        {"protocol": PROTOCOL_VERSION + 1},
+        {"protocol": HANDOFF_VERSION - 1},
+        {"protocol": HANDOFF_VERSION + 1},
         {"model": "m" * 16 + "a"},
         {"model": ""},
         {"endpoints": {}},

@@ -28,7 +28,7 @@ from segue.kv.open_ranks import PrefillInstance
 from segue.kv.protocol import events
 
 
-class Rooms:
+class PrefillRendezvous:
     """A registry that notes how long it may take."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Rooms:
 
 def test_the_registry_is_given_the_time_that_the_request_has_and_a_room_as_long_as_is_said() -> None:
     async def main(rig: Rig) -> None:
-        rooms = Rooms()
+        rooms = PrefillRendezvous()
         rig.ranks.registry = rooms
         rig.ranks.instances(instance(PLAIN))
         rig.open()
@@ -72,7 +72,7 @@ def test_the_registry_is_given_the_time_that_the_request_has_and_a_room_as_long_
 
 def test_an_answer_that_names_another_instance_says_nothing_of_our_room() -> None:
     async def main(rig: Rig) -> None:
-        rooms = Rooms()
+        rooms = PrefillRendezvous()
         rig.ranks.registry = rooms
         rig.ranks.carry_out(events.AskRoom(on(1), 20.0))
         await settle()

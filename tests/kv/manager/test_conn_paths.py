@@ -28,7 +28,7 @@ from segue.kv.ids import (
     new_room,
 )
 from segue.kv.peers import join
-from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.ranks.rank_group import Ranks
 from segue.kv.session.api import PeerInfo
@@ -48,7 +48,7 @@ def endpoint_bytes(nbytes: int, name: str = "tcp", data: bytes = b"") -> bytes:
 
 def info(**changes: Any) -> LeaderInfo:
     fields: dict[str, Any] = {
-        "protocol": PROTOCOL_VERSION,
+        "protocol": HANDOFF_VERSION,
         "model": "m",
         "dp_size": 1,
         "ranks": [spec()],
@@ -96,8 +96,8 @@ def joined_with(prefill: Side, endpoints: dict[str, list[bytes]]) -> Iterator[Si
     """A decode side that says these endpoints of itself, with a session to `prefill`."""
     decode = Side(Role.DECODE, transport="tcp")
     manager = decode.manager
-    manager.introduction.hello = msgspec.msgpack.encode(
-        msgspec.structs.replace(manager.introduction.info, endpoints=endpoints)
+    manager.compatibility.hello = msgspec.msgpack.encode(
+        msgspec.structs.replace(manager.compatibility.info, endpoints=endpoints)
     )
     try:
         manager.start()
@@ -183,14 +183,14 @@ def test_peers_whose_data_ports_swallow_packets_keep_no_other_from_joining() -> 
             prefill.manager.start()
             for side in bad:
                 own = msgspec.msgpack.decode(
-                    side.manager.introduction.info.endpoints["tcp"][0], type=Endpoint
+                    side.manager.compatibility.info.endpoints["tcp"][0], type=Endpoint
                 )
                 address = msgspec.msgpack.decode(own.data)
                 address["port"] = port
                 lie = msgspec.structs.replace(own, data=msgspec.msgpack.encode(address))
                 endpoints = {"tcp": [msgspec.msgpack.encode(lie)]}
-                side.manager.introduction.hello = msgspec.msgpack.encode(
-                    msgspec.structs.replace(side.manager.introduction.info, endpoints=endpoints)
+                side.manager.compatibility.hello = msgspec.msgpack.encode(
+                    msgspec.structs.replace(side.manager.compatibility.info, endpoints=endpoints)
                 )
                 side.manager.start()
                 side.manager.add_peer(prefill.me, *prefill.manager.plane.address)

@@ -184,7 +184,7 @@ def test_a_pair_takes_the_preferred_transport_unless_another_is_clearly_faster_o
         assert measured["second"].bytes_per_s == pytest.approx(1e9)
         if first is Full:
             assert "its cgroup's memory is full" in choice.candidates[0].why_not
-            assert "first" in ask(prefill, lambda: prefill.manager.introduction.info.endpoints), (
+            assert "first" in ask(prefill, lambda: prefill.manager.compatibility.info.endpoints), (
                 "others may use it"
             )
         assert_at_rest(prefill)

@@ -131,7 +131,7 @@ def test_an_endpoint_that_cannot_be_read_is_a_typed_error() -> None:
     made, side = Made(Role.PREFILL), Side(Role.DECODE)
     peer = LeaderId(new_incarnation())
     made.ranks.choose(peer, "shm", PAIRS, {peer})
-    info = side.manager.introduction.info
+    info = side.manager.compatibility.info
     asyncio.run(made.ranks.connect(peer, info, 1.0))
     assert made.made["shm"].asked == [("connect", RankId(peer), "shm", 1.0)]
     info.endpoints["shm"][0] = b"\xc1"

@@ -157,7 +157,7 @@ def test_the_end_of_a_session_ends_its_hand_offs_and_the_opening_of_its_path(rig
 
 def _with_another(rig: Rig) -> TransferId:
     """A third hand-off, with a peer of its own."""
-    info = rig.manager.introduction.info
+    info = rig.manager.compatibility.info
     rig.manager._peers[ANOTHER] = Peer(Session(ANOTHER), info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
     rig.manager._ranks.choose(ANOTHER, "fake", ((0, 0),), {PREFILL, ANOTHER})
     rig.manager._handle(events.PeerUp(ANOTHER, info, "fake"))

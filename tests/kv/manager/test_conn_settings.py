@@ -100,7 +100,7 @@ def test_each_setting_reaches_the_part_that_obeys_it(role: Role) -> None:
     said = exchange["info"]
     assert (said.model, said.dp_size, said.max_transfers) == ("a model", 4, 9)
     assert (said.ranks, said.scratch) == ([set_to.spec], [(set_to.spec.nbytes, SCRATCH)])
-    assert (list(said.endpoints), manager.introduction.info) == (["one", "two"], said)
+    assert (list(said.endpoints), manager.compatibility.info) == (["one", "two"], said)
     assert exchange == {
         "role": role,
         "me": ME,

@@ -22,7 +22,7 @@ from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
-from segue.kv.protocol.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, Metadata
+from segue.kv.protocol.messages import HANDOFF_VERSION, HandoffMessage, LeaderInfo, Metadata
 
 KV = KVShape(layers=2, kv_heads=1, k_dim=1, v_dim=1, dtype="int64", item_bytes=8)
 #: Layers where a side has several ranks: they divide by 1, 2 and 3.
@@ -67,7 +67,7 @@ Sides = tuple[int | Side, int | Side]
 
 def leader(spec: PoolSpec, model: str = "m") -> LeaderInfo:
     return LeaderInfo(
-        protocol=PROTOCOL_VERSION,
+        protocol=HANDOFF_VERSION,
         model=model,
         dp_size=1,
         ranks=[spec],

@@ -14,16 +14,14 @@ from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
 from segue.kv.protocol.machine import Machine
-from segue.kv.protocol.messages import PROTOCOL_VERSION, Drained, LeaderInfo
+from segue.kv.protocol.messages import HANDOFF_VERSION, Drained, LeaderInfo
 from segue.kv.protocol.receiver import ReceiverMachine
 from segue.kv.protocol.sender import SenderMachine
 
 P, D = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
 SHAPE = KVShape(layers=1, kv_heads=1, k_dim=1, v_dim=1, dtype="x", item_bytes=8)
 SPEC = PoolSpec(shape=SHAPE, pages=8, page_tokens=4, layer_count=1, head_count=1)
-INFO = LeaderInfo(
-    protocol=PROTOCOL_VERSION, model="m", dp_size=1, ranks=[SPEC], endpoints={}, max_transfers=8
-)
+INFO = LeaderInfo(protocol=HANDOFF_VERSION, model="m", dp_size=1, ranks=[SPEC], endpoints={}, max_transfers=8)
 TRANSFER = TransferId(1, 0, P, D)
 
 

@@ -20,7 +20,7 @@ from segue.kv.session.frames import (
     HEADER,
     KIND_MESSAGE,
     PREAMBLE,
-    PROTOCOL_VERSION,
+    SESSION_VERSION,
     Opened,
     SessionAccepted,
     SessionFrame,
@@ -154,7 +154,7 @@ class RawPeer:
     def send_message(self, body: bytes) -> None:
         self.writer.write(pack_frame(KIND_MESSAGE, body))
 
-    async def preamble(self, version: int = PROTOCOL_VERSION) -> bytes:
+    async def preamble(self, version: int = SESSION_VERSION) -> bytes:
         self.writer.write(encode_preamble(version))
         return await self.reader.readexactly(PREAMBLE.size)
 
@@ -184,7 +184,7 @@ class RawPeer:
         """The whole handshake as dialler."""
         await self.preamble()
         me = hello(letter, advertised=advertised, dp_rank=dp_rank, keyed=secret is not None)
-        shake = Handshake(me, dialling=True, key=session_key(secret), version=PROTOCOL_VERSION)
+        shake = Handshake(me, dialling=True, key=session_key(secret), version=SESSION_VERSION)
         self.send(me)
         while True:
             progress = shake.receive(await self.frame(), 10.0)

@@ -42,7 +42,7 @@ from segue.kv.session.frames import (
     KIND_MESSAGE,
     KIND_SESSION,
     PREAMBLE,
-    PROTOCOL_VERSION,
+    SESSION_VERSION,
     Bye,
     Duplicate,
     Opened,
@@ -156,7 +156,7 @@ def _huge(kind: int, length: int) -> bytes:
 
 
 #: What a peer of this version begins with: of another one nothing that follows is looked at.
-OURS = encode_preamble(PROTOCOL_VERSION)
+OURS = encode_preamble(SESSION_VERSION)
 
 BAD_OPENINGS: dict[str, bytes] = {
     "http": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",

@@ -43,7 +43,7 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import Role
 from segue.kv.limits import Limits
-from segue.kv.session.frames import PROTOCOL_VERSION, encode_preamble
+from segue.kv.session.frames import SESSION_VERSION, encode_preamble
 from segue.kv.session.listen import listening
 
 
@@ -381,7 +381,7 @@ def test_another_protocol_version_is_refused_with_both_versions(runner: str) -> 
         listener, dialler = node("a", here), node("b", Events(), protocol=7)
         async with closing(dialler, listener):
             address = await listener.listen("127.0.0.1", 0)
-            with pytest.raises(PeerRefused, match=r"speaks 7.*speaks 3"):
+            with pytest.raises(PeerRefused, match=r"speaks 7.*speaks 4"):
                 await dialler.connect(*address, timeout_s=DEADLINE_S)
             assert not here.log
 
@@ -792,7 +792,7 @@ def test_close_leaves_no_task_no_socket_and_no_session(runner: str) -> None:
         assert not listener._places
         assert not listener._arrivals
         for stranger in strangers:
-            assert await stranger.ended() in (b"", encode_preamble(PROTOCOL_VERSION)), "it is told of nobody"
+            assert await stranger.ended() in (b"", encode_preamble(SESSION_VERSION)), "it is told of nobody"
             await stranger.close()
         for dialler in diallers:
             await dialler.close()

@@ -22,7 +22,7 @@ from segue.kv.ids import LeaderId, Role
 from segue.server.balance.attempts import Attempts, Next
 from segue.server.fleet.replica import Replica, Route
 from segue.server.fleet.router import Cooling
-from segue.server.messages.control import Met
+from segue.server.messages.control import PrefillFound
 
 # ---- the router --------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Doorman:
     def __init__(self) -> None:
         self.heard: list[tuple[str, LeaderId, Any]] = []
 
-    def met(self, replica: Replica, message: Met) -> None:
+    def met(self, replica: Replica, message: PrefillFound) -> None:
         self.heard.append(("met", replica.leader, message))
 
     def lost(self, replica: Replica, error: SegueError) -> None:
@@ -161,11 +161,11 @@ def test_the_door_hears_of_the_doors_of_others_and_of_the_end_of_their_sessions(
         door = Doorman()
         rig.fleet.membership._door = door
         p = await rig.add(Role.PREFILL)
-        p.session.send(Met(room=7, dp_rank=2))
+        p.session.send(PrefillFound(room=7, dp_rank=2))
         p.session.close(PeerLost("it leaves"))
         await rig.until(lambda: not rig.fleet.router.usable(Role.PREFILL))
         (met, at, message), (lost, where, error) = door.heard
-        assert (met, at, message) == ("met", p.node.me, Met(room=7, dp_rank=2))
+        assert (met, at, message) == ("met", p.node.me, PrefillFound(room=7, dp_rank=2))
         assert (lost, where, error.info.peer) == ("lost", p.node.me, f"prefill {p.node.me}")
 
     run(test)

@@ -24,7 +24,15 @@ from segue.kv.limits import Limits
 from segue.kv.session.node import SessionNode
 from segue.server.fleet.operator import ASK_S, Operator, operator
 from segue.server.messages.control import Explain, Explained, Load
-from segue.server.messages.operate import Look, OperationRefused, OperatorMessage, Sight, State, Steer, Switch
+from segue.server.messages.operate import (
+    GetStatus,
+    OperationRefused,
+    OperatorMessage,
+    SetDraining,
+    State,
+    Status,
+    Switch,
+)
 from segue.server.messages.records import RequestRecord
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
@@ -96,11 +104,11 @@ class Told:
                 await self.news.wait()
 
 
-def sight(state: State = "serving", running: int = 0, frontends: tuple[Incarnation, ...] = ()) -> Sight:
+def sight(state: State = "serving", running: int = 0, frontends: tuple[Incarnation, ...] = ()) -> Status:
     load = Load(
         dp_rank=0, running=running, waiting=1, tokens=0, pages_free=1, pages_total=4, pages_quarantined=3
     )
-    return Sight(
+    return Status(
         role=Role.DECODE, state=state, version="1", uptime_s=1.0, load=load, frontends=list(frontends)
     )
 
@@ -170,8 +178,8 @@ def test_each_leader_is_a_row_and_one_that_refuses_says_so_in_its_own() -> None:
         flagged = [record.replicas[0], structs.replace(record.replicas[1], draining=True)]
         world.registry.put(structs.replace(record, replicas=flagged))
         good, bad = world.leaders
-        good.answers[Look] = lambda _: [sight("draining", 5)]
-        bad.answers[Look] = lambda _: [OperationRefused(InvalidRequest("not now").info)]
+        good.answers[GetStatus] = lambda _: [sight("draining", 5)]
+        bad.answers[GetStatus] = lambda _: [OperationRefused(InvalidRequest("not now").info)]
         first, second = await world.operator.ps()
         for rank, row in enumerate((first, second)):
             where = record.replicas[rank]
@@ -191,14 +199,14 @@ def test_a_leader_that_is_silent_or_leaves_is_told_apart() -> None:
         record = await world.add("a", ranks=2)
         silent, leaving = world.leaders
 
-        def leave(_: Look) -> list[OperatorMessage]:
+        def leave(_: GetStatus) -> list[OperatorMessage]:
             leaving.session.close(PeerLost("it leaves"))
             return []
 
-        leaving.answers[Look] = leave
+        leaving.answers[GetStatus] = leave
         with pytest.raises(PeerLost, match="decode aaaaaaaa dp1 left"):
-            await world.operator._ask(record, record.replicas[1], Look(), lambda _: None, DEADLINE_S)
-        asking = world.operator._ask(record, record.replicas[0], Look(), lambda _: None, DEADLINE_S)
+            await world.operator._ask(record, record.replicas[1], GetStatus(), lambda _: None, DEADLINE_S)
+        asking = world.operator._ask(record, record.replicas[0], GetStatus(), lambda _: None, DEADLINE_S)
         asked = asyncio.ensure_future(asking)
         await silent.until(lambda: bool(silent.asked))
         jumps.over(DEADLINE_S)
@@ -215,17 +223,17 @@ def test_a_drain_is_over_when_every_leader_is_drained_and_not_before() -> None:
         heard: list[tuple[int, str]] = []
         news = asyncio.Event()
 
-        def say(where: ReplicaRecord, answer: Sight) -> None:
+        def say(where: ReplicaRecord, answer: Status) -> None:
             heard.append((where.dp_rank, answer.state))
             news.set()
 
         for leader in world.leaders:
-            leader.answers[Steer] = lambda asked: [sight("draining" if asked.draining else "serving")]
+            leader.answers[SetDraining] = lambda asked: [sight("draining" if asked.draining else "serving")]
         steering = asyncio.ensure_future(
             world.operator.steer(record, draining=True, timeout_s=DEADLINE_S, say=say)
         )
         for leader in world.leaders:
-            await leader.until(lambda at=leader: at.asked == [Steer(True)])  # type: ignore[misc]
+            await leader.until(lambda at=leader: at.asked == [SetDraining(True)])  # type: ignore[misc]
         first, second = world.leaders
         first.session.send(sight("drained"))
         second.session.send(sight("draining"))
@@ -237,7 +245,7 @@ def test_a_drain_is_over_when_every_leader_is_drained_and_not_before() -> None:
         await steering
         assert sorted(set(heard)) == [(0, "drained"), (0, "draining"), (1, "drained"), (1, "draining")]
         await world.operator.steer(record, draining=False, timeout_s=DEADLINE_S)
-        assert [leader.asked[-1] for leader in world.leaders] == [Steer(False)] * 2
+        assert [leader.asked[-1] for leader in world.leaders] == [SetDraining(False)] * 2
 
     run(test)
 
@@ -246,8 +254,8 @@ def test_a_drain_that_takes_too_long_says_what_is_left_of_the_leader_that_is_lat
     async def test(world: World) -> None:
         jumps, told = Jumps(), asyncio.Semaphore(0)
         record = await world.add("a", ranks=2)
-        world.leaders[0].answers[Steer] = lambda _: [sight("drained")]
-        world.leaders[1].answers[Steer] = lambda _: [sight("draining", 6)]
+        world.leaders[0].answers[SetDraining] = lambda _: [sight("drained")]
+        world.leaders[1].answers[SetDraining] = lambda _: [sight("draining", 6)]
         steering = asyncio.ensure_future(
             world.operator.steer(record, draining=True, timeout_s=DEADLINE_S, say=lambda *_: told.release())
         )
@@ -342,7 +350,7 @@ def test_a_switch_whose_ranks_leave_again_before_all_are_back_ends_as_soon_as_th
         for leader in world.leaders:
             await leader.until(lambda at=leader: len(at.asked) == 2)  # type: ignore[misc]
         back = Told(LeaderId(successor(record.incarnation, Role.PREFILL), 0), Role.PREFILL)
-        back.answers[Look] = lambda _: [sight()]
+        back.answers[GetStatus] = lambda _: [sight()]
         world.leaders.append(back)
         host, port = await back.node.listen("127.0.0.1", 0)
         one = structs.replace(
@@ -356,7 +364,7 @@ def test_a_switch_whose_ranks_leave_again_before_all_are_back_ends_as_soon_as_th
                 await world.registry.asked.acquire()
             world.registry.put(*there)
             await world.registry.asked.acquire()
-        assert back.asked == [Look()]
+        assert back.asked == [GetStatus()]
         assert not switched.done()
         await back.node.close()
         world.registry.put()

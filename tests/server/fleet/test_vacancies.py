@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from segue.kv.errors import Draining, OutOfCapacity
-from segue.server.fleet.vacancies import LONGEST_S, Vacancies
+from segue.server.fleet.retry_after import LONGEST_S, RetryAfter
 
 
-def told(vacancies: Vacancies, now: float) -> int:
+def told(vacancies: RetryAfter, now: float) -> int:
     return vacancies.refused(OutOfCapacity("full"), now).retry_after_s
 
 
 def test_each_refused_client_is_told_of_a_place_of_its_own() -> None:
-    vacancies = Vacancies(lambda: 4)
+    vacancies = RetryAfter(lambda: 4)
     for _ in range(8):
         vacancies.served(6.0)
     # One of four ends every 1.5 seconds.
@@ -25,7 +25,7 @@ def test_each_refused_client_is_told_of_a_place_of_its_own() -> None:
 
 
 def test_nobody_is_sent_away_for_longer_than_a_minute_or_less_than_a_second() -> None:
-    slow, quick, new = Vacancies(lambda: 1), Vacancies(lambda: 1000), Vacancies(lambda: 0)
+    slow, quick, new = RetryAfter(lambda: 1), RetryAfter(lambda: 1000), RetryAfter(lambda: 0)
     slow.served(50.0)
     quick.served(0.1)
     assert [told(slow, 0.0) for _ in range(3)] == [50, LONGEST_S, LONGEST_S]
@@ -34,14 +34,14 @@ def test_nobody_is_sent_away_for_longer_than_a_minute_or_less_than_a_second() ->
 
 
 def test_what_many_were_promised_is_forgotten_within_a_minute() -> None:
-    vacancies = Vacancies(lambda: 1)
+    vacancies = RetryAfter(lambda: 1)
     vacancies.served(5.0)
     assert {told(vacancies, 0.0) for _ in range(1000)} == {*range(5, LONGEST_S + 1, 5)}
     assert told(vacancies, LONGEST_S) == 5
 
 
 def test_the_mean_follows_what_requests_take_now_and_not_one_of_them() -> None:
-    vacancies = Vacancies(lambda: 1)
+    vacancies = RetryAfter(lambda: 1)
     vacancies.served(2.0)
     vacancies.served(34.0)
     assert told(vacancies, 0.0) == 4
@@ -51,7 +51,7 @@ def test_the_mean_follows_what_requests_take_now_and_not_one_of_them() -> None:
 
 
 def test_other_errors_promise_no_place() -> None:
-    vacancies = Vacancies(lambda: 1)
+    vacancies = RetryAfter(lambda: 1)
     vacancies.served(30.0)
     assert vacancies.refused(Draining("leaving"), 0.0).retry_after_s == 1
     assert told(vacancies, 0.0) == 30

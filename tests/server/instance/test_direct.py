@@ -20,7 +20,7 @@ import torch
 from deployment import Deployment, deployment
 
 from segue.kv.ids import Role
-from segue.server.direct.rooms import _OpenRoom
+from segue.server.direct.prefill_rendezvous import _OpenRoom
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.instance.instance import Instance
 from segue.server.schedulers.prefill import PrefillScheduler
@@ -229,7 +229,7 @@ def test_lesson_19_a_bootstrap_host_that_is_not_registered_is_never_contacted(
                 for answer in await legs.both(legs.body(bootstrap_host=host, bootstrap_port=at)):
                     assert code(answer) == "503 BOOTSTRAP_UNREACHABLE"
 
-        monkeypatch.setattr("segue.server.direct.meetings.FIND_S", 0.01)
+        monkeypatch.setattr("segue.server.direct.decode_rendezvous.FIND_S", 0.01)
         run(pair, work)
         with pytest.raises(BlockingIOError):
             trap.accept()

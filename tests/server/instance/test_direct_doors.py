@@ -20,10 +20,10 @@ from segue.kv.limits import Limits
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.server.direct import direct_server as direct
 from segue.server.direct import door as door_module
+from segue.server.direct.decode_rendezvous import DecodeRendezvous
 from segue.server.direct.direct_server import DecodeDoor, InstanceDoor, PrefillDoor
 from segue.server.direct.door import LazyDoor, door_routes
-from segue.server.direct.meetings import Meetings
-from segue.server.direct.rooms import MEET_S, Rooms
+from segue.server.direct.prefill_rendezvous import MEET_S, PrefillRendezvous
 from segue.server.frontend.app import OpenAIServerSettings
 from segue.server.frontend.legs import TICKET, RetainedTicket, pack_ticket, unpack_ticket
 from segue.server.frontend.native import as_completion, read_native
@@ -161,17 +161,17 @@ def test_prefill_computes_the_prompt_and_one_token_whatever_the_client_wants_and
     assert all(0 <= found < 4 for found in ranks)
 
 
-class Met:
+class PrefillFound:
     """A meeting that notes what it was made with."""
 
-    made: list[Met]
+    made: list[PrefillFound]
 
     def __init__(self, meetings: Any, fleet: Any, other: Any, hint: int | None, meet_s: float) -> None:
         self.with_ = (other, hint, meet_s)
         self.did: list[Any] = []
-        Met.made.append(self)
+        PrefillFound.made.append(self)
 
-    async def __aenter__(self) -> Met:
+    async def __aenter__(self) -> PrefillFound:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -190,17 +190,17 @@ class Met:
 def test_decode_meets_prefill_for_all_samples_and_draws_with_the_ticket_s_seed_if_it_has_none(
     monkeypatch: pytest.MonkeyPatch, seed: int | None, style: str, started: float
 ) -> None:
-    Met.made = []
-    monkeypatch.setattr(direct, "Meeting", Met)
+    PrefillFound.made = []
+    monkeypatch.setattr(direct, "Meeting", PrefillFound)
     door: Any = object.__new__(DecodeDoor)
-    door._meetings, door._secret, door.fleet = Meetings(4), SECRET, None
+    door._meetings, door._secret, door.fleet = DecodeRendezvous(4), SECRET, None
     parts = Parts()
     parts.plan_of(door, samples=3)
     ticket = RetainedTicket(room=5, issuer=ME, dp_rank=2, seed=77)
     legs: dict[str, Any] = {"kv_transfer_params": {TICKET: pack_ticket(ticket, SECRET)}}
     body = {"seed": seed, "routed_dp_rank": 1, "disagg_prefill_dp_rank": 3}
     asyncio.run(door.generation(Call(), started, *read(body | (ROOM if style == "room" else legs)), None))
-    [met] = Met.made
+    [met] = PrefillFound.made
     other, hint, meet_s = met.with_
     assert (other.room, hint, meet_s) == (7 if style == "room" else 5, 3, min(MEET_S, BUDGET_S - started))
     assert met.did == ["ask", 3, "left"]
@@ -294,7 +294,7 @@ def test_a_door_places_once_with_the_secret_and_tls_of_its_instance_and_samples_
         secret=secret,
         load_balance="total_requests",
     )
-    rooms = Rooms("x", DpRanks(), 8) if role is Role.PREFILL else None
+    rooms = PrefillRendezvous("x", DpRanks(), 8) if role is Role.PREFILL else None
     lazy = LazyDoor(config, ME, None, rooms=rooms, tls=tls)  # type: ignore[arg-type]
     asyncio.run(lazy.opened())
     settings = made["settings"]

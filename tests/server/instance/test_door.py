@@ -17,7 +17,7 @@ from segue.kv.protocol.room_ranks import DpRanks
 from segue.server.direct import direct_server as direct
 from segue.server.direct.direct_server import InstanceDoor, OwnAndPrefill
 from segue.server.direct.door import LazyDoor, door_routes
-from segue.server.direct.rooms import Rooms
+from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.fleet.replica import Replica
 from segue.server.messages.control import FlushCache, Load
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
@@ -163,7 +163,7 @@ class Closing:
 
 def lazy_door(opens: Callable[[LazyDoor], Any], role: Role = Role.DECODE) -> LazyDoor:
     config = InstanceConfig(model="m", registry="http://127.0.0.1:1", role=role)
-    rooms = Rooms("x", DpRanks(), 8) if role is Role.PREFILL else None
+    rooms = PrefillRendezvous("x", DpRanks(), 8) if role is Role.PREFILL else None
     lazy = LazyDoor(config, ME, None, rooms=rooms, tls=None)  # type: ignore[arg-type]
 
     async def opened() -> Any:

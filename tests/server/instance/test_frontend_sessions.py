@@ -17,19 +17,19 @@ from segue.kv.protocol import events
 from segue.kv.session.api import PeerInfo
 from segue.server.instance.frontend_sessions import FrontendSessions
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item
-from segue.server.instance.operators import OperatorSessions, Sights
+from segue.server.instance.operators import OperatorSessions, StatusReporter
 from segue.server.messages.control import (
     Cancel,
+    Done,
     Explain,
     Explained,
+    FindPrefill,
     FlushCache,
     Load,
-    Meet,
-    Met,
     Outputs,
-    Over,
+    PrefillFound,
 )
-from segue.server.messages.operate import Look, OperationRefused, Sight, Steer
+from segue.server.messages.operate import GetStatus, OperationRefused, SetDraining, Status
 from segue.server.messages.records import RequestRecord
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
@@ -164,23 +164,23 @@ def test_a_prefill_without_a_door_says_so_to_decode_s_and_with_one_its_rooms_hea
     sessions, inbox = frontends()
     one = Session("f")
     sessions.opened(one)
-    sessions.received(one, Meet(room=5))
-    sessions.received(one, Over(room=5))
+    sessions.received(one, FindPrefill(room=5))
+    sessions.received(one, Done(room=5))
     [met] = one.sent
-    assert isinstance(met, Met)
+    assert isinstance(met, PrefillFound)
     assert (met.room, met.error.code if met.error else None) == (5, ErrorCode.PEER_REFUSED)
     assert met.elsewhere, "another at the same address may have one"
     heard: list[object] = []
 
-    class Rooms:
+    class PrefillRendezvous:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda _session, about: heard.append((name, about))
 
-    sessions.rooms = Rooms()  # type: ignore[assignment]
-    sessions.received(one, Meet(room=6))
-    sessions.received(one, Over(room=6))
+    sessions.rooms = PrefillRendezvous()  # type: ignore[assignment]
+    sessions.received(one, FindPrefill(room=6))
+    sessions.received(one, Done(room=6))
     sessions.closed(one, LEFT)
-    assert heard == [("meet", Meet(room=6)), ("over", Over(room=6)), ("closed", LEFT)]
+    assert heard == [("meet", FindPrefill(room=6)), ("over", Done(room=6)), ("closed", LEFT)]
     assert [type(item) for item in inbox] == [FrontendGone]
 
 
@@ -201,8 +201,8 @@ class Desk:
             self.waiting.append, self._sight, self._steer, self._find, self.frontends, self._record
         )
 
-    def _sight(self, said: Load) -> Sight:
-        return Sight(role=Role.DECODE, state=self.state, version="1", uptime_s=1.0, load=said)  # type: ignore[arg-type]
+    def _sight(self, said: Load) -> Status:
+        return Status(role=Role.DECODE, state=self.state, version="1", uptime_s=1.0, load=said)  # type: ignore[arg-type]
 
     def _steer(self, order: object) -> None:
         if self.refuses is not None:
@@ -237,9 +237,9 @@ def test_who_steers_hears_the_state_and_each_change_of_it_and_who_only_looks_hea
     desk, one, other = Desk(), Session("1"), Session("2")
     for session in (one, other):
         desk.sessions.opened(session)
-    desk.sessions.received(other, Look())
-    desk.sessions.received(one, Steer(draining=True))
-    assert desk.steered == [Steer(draining=True)]
+    desk.sessions.received(other, GetStatus())
+    desk.sessions.received(one, SetDraining(draining=True))
+    assert desk.steered == [SetDraining(draining=True)]
     assert not desk.sessions.watched, "not before it has its first answer"
     desk.state = "draining"
     desk.answer()
@@ -260,7 +260,7 @@ def test_who_steers_hears_the_state_and_each_change_of_it_and_who_only_looks_hea
 def test_an_operator_that_left_before_its_first_answer_is_not_watched_for_ever() -> None:
     desk, one = Desk(), Session("1")
     desk.sessions.opened(one)
-    desk.sessions.received(one, Steer(draining=True))
+    desk.sessions.received(one, SetDraining(draining=True))
     one.closing = True
     desk.answer()
     assert not desk.sessions.watched
@@ -270,7 +270,7 @@ def test_an_order_that_is_refused_is_answered_with_why_and_nobody_waits_for_it()
     desk, one = Desk(), Session("1")
     desk.sessions.opened(one)
     desk.refuses = Draining("it is leaving")
-    desk.sessions.received(one, Steer(draining=False))
+    desk.sessions.received(one, SetDraining(draining=False))
     assert one.sent == [OperationRefused(desk.refuses.info)]
     assert (desk.waiting, desk.sessions.watched) == ([], False)
 
@@ -319,8 +319,8 @@ def phase(prefill: str, decode: str, poll: KVPoll) -> events.Phase:
     return events.Phase(TransferId(1, 0, leader(prefill), leader(decode)), poll)
 
 
-def sights(role: Role, limit: int = 8, *peers: LeaderId) -> tuple[Sights, Tables]:
-    found = Sights(role, frontends()[0], limit)
+def sights(role: Role, limit: int = 8, *peers: LeaderId) -> tuple[StatusReporter, Tables]:
+    found = StatusReporter(role, frontends()[0], limit)
     tables = Tables(*peers)
     found.manager = tables  # type: ignore[assignment]
     return found, tables

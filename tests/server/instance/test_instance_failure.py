@@ -15,9 +15,9 @@ from deployment import deployment, lineage_engine
 
 from segue.kv.errors import BootstrapUnreachable, Draining, ErrorCode, PeerRestarted
 from segue.kv.ids import Incarnation, Role
-from segue.server.instance import turns as module
+from segue.server.instance import role_lifecycle as module
 from segue.server.instance.instance import Instance
-from segue.server.instance.turns import run_instance
+from segue.server.instance.role_lifecycle import run_instance
 from segue.server.registry.client import RegistryClient
 from segue.server.settings.commands import InstanceConfig
 

@@ -30,9 +30,10 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import Incarnation, LeaderId, Role, successor
 from segue.lab.sim.sim_engine import lineage_spec
-from segue.server.instance import integrity, turns
+from segue.server.instance import integrity
 from segue.server.instance import rank_workers as workers
 from segue.server.instance import registry_link as registry
+from segue.server.instance import role_lifecycle as turns
 from segue.server.instance.instance import LOOK_AGAIN_S, Instance
 from segue.server.instance.leader import Abandon, Drain, Hold, Inspect, NextRole
 from segue.server.instance.rank_process import (
@@ -45,9 +46,9 @@ from segue.server.instance.rank_process import (
     heard,
 )
 from segue.server.instance.rank_workers import OpenedReplica, RankProcess, Workers, open_replica
-from segue.server.instance.turns import Turns
+from segue.server.instance.role_lifecycle import RoleLifecycle
 from segue.server.messages.control import Load
-from segue.server.messages.operate import Steer, Switch
+from segue.server.messages.operate import SetDraining, Switch
 from segue.server.settings.access_config import AccessConfig
 from segue.server.settings.commands import InstanceConfig, ModelConfig
 
@@ -183,8 +184,8 @@ def inbox(made: Instance) -> list[Any]:
 
 def test_an_order_holds_the_leader_or_frees_it_and_one_that_leaves_takes_none() -> None:
     with instance() as made:
-        made._steer(Steer(draining=True))
-        made._steer(Steer(draining=False))
+        made._steer(SetDraining(draining=True))
+        made._steer(SetDraining(draining=False))
         made._steer(Switch(role=Role.PREFILL))
         assert inbox(made) == [Hold(True), Hold(False), Hold(True)]
         for role in (Role.DECODE, Role.FRONTEND, Role.OPERATOR):
@@ -192,7 +193,11 @@ def test_an_order_holds_the_leader_or_frees_it_and_one_that_leaves_takes_none() 
                 made._steer(Switch(role=role))
         assert inbox(made) == []
         made._stop.set()
-        for order in (Steer(draining=False), Switch(role=Role.PREFILL), Switch(role=Role.PREFILL, turn=True)):
+        for order in (
+            SetDraining(draining=False),
+            Switch(role=Role.PREFILL),
+            Switch(role=Role.PREFILL, turn=True),
+        ):
             with pytest.raises(Draining):
                 made._steer(order)
         assert inbox(made) == []
@@ -224,7 +229,7 @@ def test_an_instance_turns_only_once_nothing_is_left_of_its_role_and_only_if_it_
         if made.follows is not None:
             assert (made.follows.role, made.follows.name) == (Role.PREFILL, None)
             with pytest.raises(Draining):
-                made._steer(Steer(draining=False))
+                made._steer(SetDraining(draining=False))
 
 
 @pytest.mark.parametrize("left", ["a request", "a page in quarantine", "nothing"])
@@ -495,9 +500,9 @@ CONFIG = InstanceConfig(model="m", registry="http://127.0.0.1:1", role=Role.DECO
 AS_PREFILL = InstanceConfig(model="m", registry="http://127.0.0.1:1", role=Role.PREFILL)
 
 
-def turned() -> tuple[Turns, list[Life]]:
+def turned() -> tuple[RoleLifecycle, list[Life]]:
     engine, memory, ready = object(), object(), list[Life]()
-    made = Turns(CONFIG, OpenedReplica(engine, memory))  # type: ignore[arg-type]
+    made = RoleLifecycle(CONFIG, OpenedReplica(engine, memory))  # type: ignore[arg-type]
     made.run(ready.append)  # type: ignore[arg-type]
     assert all((life.engine, life.memory) == (engine, memory) for life in Life.made)
     return made, ready
@@ -533,26 +538,26 @@ def test_a_leader_that_failed_or_could_not_start_has_no_other_life(lives: type[L
 
 
 def test_a_signal_before_the_start_or_between_two_lives_is_not_lost(lives: type[Life]) -> None:
-    early = Turns(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    early = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
     early.drain()
     early.run(lambda _: pytest.fail("it has left"))
     assert Life.made[0].steps == ["drain", "close"]
     Life.made.clear()
     lives.companions = object()  # which compute with it until all of them are done
-    together = Turns(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    together = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
     together.drain()
     together.run(lambda _: None)
     assert Life.made[0].steps == ["drain", "drain", "start", "run", "close"]
     Life.made.clear()
     lives.starts = False
-    alone = Turns(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    alone = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
     alone.run(lambda _: pytest.fail("it has not registered"))
     assert Life.made[0].steps == ["start", "run", "close"], "it tells them that it is done"
     lives.starts = True
     lives.companions = None
     Life.made.clear()
     Life.switches = [AS_PREFILL]
-    between = Turns(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    between = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
     first = Life.made[0]
     first.close = lambda: (first.steps.append("close"), between.drain())[0]  # type: ignore[method-assign, func-returns-value]
     between.run(lambda _: None)

@@ -10,11 +10,11 @@ from segue.engine.engine_api import SequenceResult, StepHandle, StepOnCall
 from segue.kv.clock import VirtualClock
 from segue.kv.errors import SegueError
 from segue.kv.limits import Limits
-from segue.server.instance.leader import CompanionsMoved, Drain, Leader, NextRole
+from segue.server.instance.leader import Drain, Leader, NextRole, PeersAdvanced
 
 
 class Others:
-    """`Companions` that wait in `ahead` steps; `alone` says that they are all done."""
+    """`ExpertPeers` that wait in `ahead` steps; `alone` says that they are all done."""
 
     def __init__(self) -> None:
         self.ahead = 0
@@ -89,7 +89,7 @@ def test_a_leader_that_drains_leaves_when_the_others_do() -> None:
     leader.decide()
     assert not leader.drained()
     others.alone = True
-    leader.inbox.put(CompanionsMoved())
+    leader.inbox.put(PeersAdvanced())
     leader.run()
     assert others.told_done == 2
     assert leader.engine.computed == []  # type: ignore[attr-defined]

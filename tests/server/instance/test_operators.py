@@ -21,7 +21,7 @@ from segue.lab.sim.sim_engine import reference
 from segue.server.fleet.operator import Operator, operator
 from segue.server.instance import instance_http as http
 from segue.server.instance.instance_http import InstanceStatus
-from segue.server.messages.operate import PairSight, Sight
+from segue.server.messages.operate import PairStatus, Status
 from segue.server.observe.integrity_report import NodeState
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
@@ -89,8 +89,8 @@ def test_ps_shows_leaders_and_pairs_with_what_they_carried(
 
 def test_what_has_carried_nothing_is_shown_no_speed() -> None:
     """Decode never knows one, and prefill none before the first write: 0.00 GB/s would be a wrong figure."""
-    assert operate._pair(PairSight(peer="x", transport="shm"))[:3] == ("shm", "-", "-")
-    carried = PairSight(peer="x", transport="shm", bytes_per_s=2.5e9, nbytes=10**9)
+    assert operate._pair(PairStatus(peer="x", transport="shm"))[:3] == ("shm", "-", "-")
+    carried = PairStatus(peer="x", transport="shm", bytes_per_s=2.5e9, nbytes=10**9)
     assert operate._pair(carried)[:3] == ("shm", "2.50", "1.000")
 
     async def nothing() -> NodeState:
@@ -114,7 +114,7 @@ def test_a_drain_waits_for_what_runs_and_resume_takes_requests_again(made: Deplo
         async with operator(url(made), secret=None, limits=LIMITS.limits(), tls=None) as op:
             record = await op.named(name(d))
 
-            def say(_where: ReplicaRecord, sight: Sight) -> None:
+            def say(_where: ReplicaRecord, sight: Status) -> None:
                 states.append(sight.state)
                 if sight.state == "draining":
                     assert sight.load.waiting == 1

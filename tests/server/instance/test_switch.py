@@ -19,7 +19,7 @@ from deployment import LIMITS, VOCAB, deployment, lineage_engine
 from killable import Cluster, cluster, save_tokenizer
 
 from segue.cli.main import main
-from segue.engine.engine_api import Companions
+from segue.engine.engine_api import ExpertPeers
 from segue.engine.ranks.dp_group import DpGroup
 from segue.engine.request import Request, SamplingParams
 from segue.kv.ids import Role, new_incarnation
@@ -29,9 +29,9 @@ from segue.server.fleet.operator import Operator
 from segue.server.instance.instance import Instance
 from segue.server.instance.leader import FromFrontend, Inspect
 from segue.server.instance.rank_workers import OpenedReplica
-from segue.server.instance.turns import Turns
+from segue.server.instance.role_lifecycle import RoleLifecycle
 from segue.server.messages.control import Load, Submit
-from segue.server.messages.operate import Steer, Switch
+from segue.server.messages.operate import SetDraining, Switch
 from segue.server.registry.registry_records import InstanceRecord
 from segue.server.settings.commands import InstanceConfig, ModelConfig
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Others:
-    """`Companions` that have nothing to compute; what they were asked."""
+    """`ExpertPeers` that have nothing to compute; what they were asked."""
 
     behind = False
 
@@ -69,7 +69,9 @@ class Others:
 class Switchable:
     """One leader of an instance in a thread of its own, as `segue prefill` runs it in a process."""
 
-    def __init__(self, role: Role, registry: str, companions: Companions | None = None, **of_dp: Any) -> None:
+    def __init__(
+        self, role: Role, registry: str, companions: ExpertPeers | None = None, **of_dp: Any
+    ) -> None:
         engine, memory = lineage_engine()
         self._engine, self._memory = engine, memory
         config = InstanceConfig(
@@ -82,7 +84,7 @@ class Switchable:
             engine=ModelConfig(page_tokens=engine.spec.page_tokens),
             **of_dp,
         )
-        self.turns = Turns(config, OpenedReplica(engine, memory, companions=companions))
+        self.turns = RoleLifecycle(config, OpenedReplica(engine, memory, companions=companions))
         self.served: list[Instance] = []
         self.ready = threading.Event()
         self.thread = threading.Thread(target=self.turns.run, args=(self._ready,))
@@ -319,7 +321,7 @@ def test_an_instance_that_was_resumed_after_its_drain_does_not_turn(
 
     async def and_resumed(self: Operator, record: InstanceRecord, *rest: Any) -> None:
         await each(self, record, *rest)
-        await each(self, record, Steer(draining=False), "serving", 10, lambda _where, _sight: None)
+        await each(self, record, SetDraining(draining=False), "serving", 10, lambda _where, _sight: None)
 
     monkeypatch.setattr(Operator, "_each", and_resumed)
     with deployment(Role.PREFILL, Role.DECODE) as made:
@@ -362,7 +364,7 @@ def test_a_resume_and_a_request_after_the_last_look_keep_an_instance_in_its_role
             d._steer(Switch(Role.PREFILL, turn=True))
             d.leader.inbox.put(Inspect(lambda _scheduler: (said.set(), goes_on.wait(60))))
             assert said.wait(60)
-            d._steer(Steer(draining=False))
+            d._steer(SetDraining(draining=False))
             d.leader.inbox.put(FromFrontend(made.front.me.incarnation, Submit(request, ticket)))
             d.plane.io.post(goes_on.set)  # and before that what the leader has said is taken
             done.set()

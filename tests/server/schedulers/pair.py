@@ -19,7 +19,7 @@ from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
-from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo
 from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.messages.control import Submit
@@ -52,7 +52,7 @@ class Node:
         self.engine = LineageEngine(lineage_spec(pages, page_tokens, slots=slots), vocab_size=VOCAB)
         self.pool = PagePool(pages, page_tokens)
         self.info = LeaderInfo(
-            protocol=PROTOCOL_VERSION,
+            protocol=HANDOFF_VERSION,
             model="lineage-1",
             dp_size=1,
             ranks=[self.engine.spec],

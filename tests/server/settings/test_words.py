@@ -11,7 +11,7 @@ from segue.cli.main import main, parser
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
 from segue.server.settings.commands import COMMANDS, InstanceConfig, ServeConfig
-from segue.server.settings.flag_aliases import FOREIGN, IN_SERVE, LATER, is_service_link
+from segue.server.settings.flag_aliases import FLAG_ALIASES, IN_SERVE, LATER, is_service_link
 from segue.server.settings.layers import Layers, build, hint, nearest, parse_toml, settings
 
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
@@ -215,11 +215,11 @@ def test_flags_that_had_no_hint_have_one(word: str) -> None:
 
 
 def test_no_hint_says_what_is_not_so() -> None:
-    assert "chat template" not in FOREIGN["reasoning_parser"], "reasoning is not parsed"
-    assert "no RDMA" not in FOREIGN["disaggregation_ib_device"], "nixl, mooncake and mori have it"
+    assert "chat template" not in FLAG_ALIASES["reasoning_parser"], "reasoning is not parsed"
+    assert "no RDMA" not in FLAG_ALIASES["disaggregation_ib_device"], "nixl, mooncake and mori have it"
     for key in ("enable_prefix_caching", "disable_radix_cache"):
-        assert "unless the model keeps a state" in FOREIGN[key]
-    assert "not logged" not in FOREIGN["log_requests"], "each is a line"
+        assert "unless the model keeps a state" in FLAG_ALIASES[key]
+    assert "not logged" not in FLAG_ALIASES["log_requests"], "each is a line"
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
@@ -247,7 +247,7 @@ def test_what_serve_calls_otherwise_exists_there() -> None:
 
 def test_the_table_names_only_flags_that_exist_and_shadows_none() -> None:
     known = {flag for command in COMMANDS for flag in FLAGS[command]} | {"--api-key", "--api-key-file"}
-    for key, text in FOREIGN.items():
+    for key, text in FLAG_ALIASES.items():
         assert "--" + key.replace("_", "-") not in known, f"{key} is a setting of ours"
         named = [word.strip(",;.") for word in text.split() if word.startswith("--")]
         assert [word for word in named if word not in known] == [], key

@@ -15,7 +15,7 @@ from segue.kv import LeaderId, Limits, NotFound, Role
 from segue.kv.session import tls_from_files
 from segue.server.fleet.life import told
 from segue.server.fleet.operator import Operator, Row, operator
-from segue.server.messages.operate import PairSight, Sight
+from segue.server.messages.operate import PairStatus, Status
 from segue.server.messages.records import MAX_RECORDS, MAX_RECORDS_BYTES
 from segue.server.registry.registry_records import ReplicaRecord
 from segue.server.settings.operator_config import OperatorConfig
@@ -73,7 +73,7 @@ async def _steer(
     async with _operator(config) as operator:
         record = await operator.named(name)
 
-        def say(where: ReplicaRecord, sight: Sight) -> None:
+        def say(where: ReplicaRecord, sight: Status) -> None:
             who = f"{record.role} {LeaderId(record.incarnation, where.dp_rank)}"
             print(f"{who} {sight.state}: {_holding(sight)}", flush=True)
 
@@ -85,7 +85,7 @@ async def _steer(
     return 0
 
 
-def _holding(sight: Sight) -> str:
+def _holding(sight: Status) -> str:
     load = sight.load
     return f"running {load.running}, waiting {load.waiting}, quarantined pages {load.pages_quarantined}"
 
@@ -110,9 +110,9 @@ def shown(rows: Sequence[Row]) -> str:
     return text
 
 
-def pairs(rows: Sequence[Row]) -> dict[tuple[str, str], PairSight]:
+def pairs(rows: Sequence[Row]) -> dict[tuple[str, str], PairStatus]:
     """The pairs of a prefill and a decode leader. Prefill's word is taken: it has measured what it wrote."""
-    found: dict[tuple[str, str], PairSight] = {}
+    found: dict[tuple[str, str], PairStatus] = {}
     for row in sorted(rows, key=lambda row: row.role is Role.PREFILL):
         me = f"{row.instance[:DIGITS]} dp{row.dp_rank}"
         for pair in row.sight.pairs if row.sight is not None else []:
@@ -120,7 +120,7 @@ def pairs(rows: Sequence[Row]) -> dict[tuple[str, str], PairSight]:
     return found
 
 
-def chosen(joined: Mapping[tuple[str, str], PairSight]) -> list[str]:
+def chosen(joined: Mapping[tuple[str, str], PairStatus]) -> list[str]:
     """Of each pair whose transport a probe has chosen: what it measured of that one, and of the others."""
     choices = {names: pair.choice for names, pair in sorted(joined.items(), key=lambda item: item[0])}
     return [
@@ -130,7 +130,7 @@ def chosen(joined: Mapping[tuple[str, str], PairSight]) -> list[str]:
     ]
 
 
-def _pair(pair: PairSight) -> tuple[str, ...]:
+def _pair(pair: PairStatus) -> tuple[str, ...]:
     speed, size = "-", "-"  # nothing was carried yet, or only decode answered, which has measured nothing
     if pair.nbytes:
         speed, size = f"{pair.bytes_per_s / 1e9:.2f}", f"{pair.nbytes / 1e9:.3f}"

@@ -198,7 +198,7 @@ def instance(args: argparse.Namespace) -> int:
             found = _located(found, threads, _dtype(found.engine.dtype, quiet=lifeline.supervised))
             if found.leaders > 1:
                 return _serve_ranks(found, lifeline)
-            from segue.server.instance.turns import run_instance
+            from segue.server.instance.role_lifecycle import run_instance
 
             def serving(now: InstanceConfig, url: str) -> None:
                 if not lifeline.supervised:

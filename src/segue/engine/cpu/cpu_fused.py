@@ -258,7 +258,7 @@ class FusedLayer(nn.Module):
                     f"rotary embedding {part.dtype} {tuple(part.shape)} for heads of {self.head_dim}"
                 )
         k_at, v_at = step.pool.layer_at[self.index]
-        step.kernels.turn(
+        step.kernels.rotary(
             qkv.data_ptr(),
             step.rows,
             cos.data_ptr(),

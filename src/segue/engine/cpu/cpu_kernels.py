@@ -50,7 +50,7 @@ class Kernels(NamedTuple):
     """The compiled loops of one model; `make_kernels` documents their arguments."""
 
     norm: Callable[..., None]
-    turn: Callable[..., None]
+    rotary: Callable[..., None]
     attend: Callable[..., None]
 
 
@@ -64,7 +64,7 @@ def make_kernels(
     `norm(x, out, weight, rows, size, eps)`: root mean square norm of rows `[rows, size]`; `weight` is
     float32 `[size]`.
 
-    `turn(qkv, rows, cos, sin, head_norm, eps, k_pool, v_pool, slots)`: rotates the heads of q and k in
+    `rotary(qkv, rows, cos, sin, head_norm, eps, k_pool, v_pool, slots)`: rotates the heads of q and k in
     place in `qkv` `[rows, heads + 2 kv_heads, head_dim]` by `cos` and `sin` `[rows, head_dim]`, after a
     norm of each head if `head_norm` (float32 `[heads + kv_heads, head_dim]`) is not 0, and writes k
     and v to the slots `slots` (int64 `[rows]`) of one layer's pool.
@@ -83,8 +83,8 @@ def make_kernels(
     sources = (
         Source(f"norm_{dtype}", _norm(dtype), void(*[int64] * 5, float64)),
         Source(
-            f"turn_{size}",
-            _turn(dtype, head_dim, heads, kv_heads),
+            f"rotary_{size}",
+            _rotary(dtype, head_dim, heads, kv_heads),
             void(*[int64] * 5, float64, *[int64] * 3),
         ),
         Source(
@@ -127,12 +127,12 @@ def _norm_head(low: Any, high: Any, half: int, weight: int, eps: float, rounded:
         high[i] = rounded(wide(high[i]) * scale * weights[half + i])
 
 
-def _turn(dtype: str, dim: int, heads: int, kv_heads: int) -> Callable[..., None]:
+def _rotary(dtype: str, dim: int, heads: int, kv_heads: int) -> Callable[..., None]:
     item, item_bytes, rounded = ITEMS[dtype], ITEM_BYTES[dtype], ROUNDED[dtype]
     turned, half, head_bytes, kv_items = heads + kv_heads, dim // 2, dim * item_bytes, kv_heads * dim
     row_bytes, slot_bytes = (turned + kv_heads) * head_bytes, kv_heads * head_bytes
 
-    def turn(
+    def rotary(
         qkv: int,
         rows: int,
         cos: int,
@@ -166,7 +166,7 @@ def _turn(dtype: str, dim: int, heads: int, kv_heads: int) -> Callable[..., None
                 to_k[i] = keys[i]
                 to_v[i] = values[i]
 
-    return turn
+    return rotary
 
 
 @inlined

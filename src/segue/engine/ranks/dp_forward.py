@@ -16,8 +16,8 @@ from segue.kv import SegueError
 
 
 class DpForward:
-    """See the module's text: `Forward` for the engine, and `Companions` for the leader; `own` has this rank's
-    layers."""
+    """See the module's text: `Forward` for the engine, and `ExpertPeers` for the leader; `own` has this
+    rank's layers."""
 
     def __init__(self, own: CpuForward, group: DpGroup) -> None:
         self._own = own
@@ -50,23 +50,23 @@ class DpForward:
 
     @property
     def behind(self) -> bool:
-        """See `Companions.behind`."""
+        """See `ExpertPeers.behind`."""
         return self._group.behind
 
     def done(self) -> bool:
-        """See `Companions.done`."""
+        """See `ExpertPeers.done`."""
         return self._group.done()
 
     def listen(
         self, wake: Callable[[], None], leave: Callable[[], None], lost: Callable[[SegueError], None]
     ) -> None:
-        """See `Companions.listen`."""
+        """See `ExpertPeers.listen`."""
         self._group.listen(wake, leave, lost)
 
     def stop_listening(self) -> None:
-        """See `Companions.stop_listening`."""
+        """See `ExpertPeers.stop_listening`."""
         self._group.stop_listening()
 
     def close(self) -> None:
-        """See `Companions.close`."""
+        """See `ExpertPeers.close`."""
         self._group.close()

@@ -140,7 +140,7 @@ class DpGroup:
     def listen(
         self, wake: Callable[[], None], leave: Callable[[], None], lost: Callable[[SegueError], None]
     ) -> None:
-        """See `Companions.listen`."""
+        """See `ExpertPeers.listen`."""
         with self._lock:
             self._wake, self._leave, self._on_lost = wake, leave, lost
             error = self._error
@@ -155,7 +155,7 @@ class DpGroup:
         wake()
 
     def stop_listening(self) -> None:
-        """See `Companions.stop_listening`."""
+        """See `ExpertPeers.stop_listening`."""
         with self._lock:
             self._wake, self._leave, self._on_lost = _nothing, _nothing, lambda _: None
 
@@ -163,7 +163,7 @@ class DpGroup:
 
     @property
     def behind(self) -> bool:
-        """See `Companions.behind`."""
+        """See `ExpertPeers.behind`."""
         return self._awaited > self._number and self._error is None
 
     @contextlib.contextmanager
@@ -213,7 +213,7 @@ class DpGroup:
         return self._gloo.sum(x)
 
     def done(self) -> bool:
-        """See `Companions.done`."""
+        """See `ExpertPeers.done`."""
         if self.rank not in self._done:
             self._done.add(self.rank)
             self._say(DpDoneWord(self.rank))

@@ -2,7 +2,7 @@
 
 They travel over one authenticated, ordered session per pair of leaders (room `session`), whose
 own frames (handshake, keepalive) are not here. Every message is frozen, tagged and versioned by
-`PROTOCOL_VERSION`, which is compared when the session opens.
+`HANDOFF_VERSION`, which is compared when the session opens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from segue.kv.errors import ErrorInfo
 from segue.kv.ids import Span, TransferId
 from segue.kv.layout.spec import PoolSpec
 
-PROTOCOL_VERSION = 5
+HANDOFF_VERSION = 5
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

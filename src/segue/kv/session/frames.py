@@ -25,7 +25,7 @@ from segue.kv.errors import ErrorInfo
 from segue.kv.ids import Incarnation, LeaderId, Role
 
 #: Compared when a session opens. Raise it whenever a frame or a message changes its meaning.
-PROTOCOL_VERSION: Final = 3
+SESSION_VERSION: Final = 4
 
 #: No frame before authentication is larger, so that one who proves nothing costs next to nothing.
 HANDSHAKE_FRAME_BYTES: Final = 4096

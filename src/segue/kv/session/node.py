@@ -32,7 +32,7 @@ from segue.kv.limits import Limits
 from segue.kv.pending import MAX_PENDING
 from segue.kv.session.api import Session, SessionHandler
 from segue.kv.session.connection import Connection, State
-from segue.kv.session.frames import NONCE_BYTES, PROTOCOL_VERSION, SessionHello
+from segue.kv.session.frames import NONCE_BYTES, SESSION_VERSION, SessionHello
 from segue.kv.session.guarded_listener import GuardedListener
 from segue.kv.session.listen import listening
 from segue.kv.session.session_handshake import Handshake, session_key
@@ -85,7 +85,7 @@ class SessionNode:
         advertise: str | None = None,
         advertise_port: int | None = None,
         max_half_open: int = MAX_PENDING,
-        protocol: int = PROTOCOL_VERSION,
+        protocol: int = SESSION_VERSION,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         sockets: Any = socket,
     ) -> None:

@@ -15,6 +15,7 @@ from segue.kv.protocol.ticket import Ticket
 from segue.kv.threads import ThreadPerCall
 from segue.lab.sim.causes import Causes
 from segue.lab.sim.clients import Asked, Wanted
+from segue.lab.sim.fault_actions import Strikes
 from segue.lab.sim.front import FrontNode
 from segue.lab.sim.invariants import Checks
 from segue.lab.sim.network import Network
@@ -25,7 +26,6 @@ from segue.lab.sim.sim_leader import EOS
 from segue.lab.sim.sim_node import KVNode, LeaderNode, NodeSpec
 from segue.lab.sim.sim_registry import RegistryNode, SimRegistry
 from segue.lab.sim.streams import Streams
-from segue.lab.sim.strikes import Strikes
 from segue.lab.sim.timing import Timing
 from segue.lab.sim.web_server import WebServer
 from segue.lab.sim.world import Process, World, new_leader

@@ -377,7 +377,7 @@ class KVNode(LeaderNode):
 
     @property
     def held(self) -> bool:
-        """As `Sights.held`."""
+        """As `StatusReporter.held`."""
         return bool(busy(self.manager.sizes()))
 
     @property

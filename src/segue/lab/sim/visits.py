@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from segue.lab.sim.guests import GUEST_KINDS, Guest
-from segue.lab.sim.misfits import MISFIT_KINDS, Misfit
+from segue.lab.sim.incompatible_peers import MISFIT_KINDS, Misfit
+from segue.lab.sim.registry_abuse import GUEST_KINDS, Guest
 from segue.lab.sim.visitor import Visitor
 from segue.lab.sim.visits_authenticated import AUTHENTICATED
 from segue.lab.sim.visits_between_nodes import BETWEEN_NODES

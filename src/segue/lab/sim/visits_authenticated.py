@@ -11,7 +11,7 @@ from segue.kv.ids import Role
 from segue.kv.session.frames import (
     KIND_MESSAGE,
     KIND_SESSION,
-    PROTOCOL_VERSION,
+    SESSION_VERSION,
     Bye,
     encode_frame,
     pack_frame,
@@ -39,7 +39,7 @@ async def _secret(visitor: Visitor) -> None:
 
 @AUTHENTICATED.kind("another protocol version")
 async def _protocol(visitor: Visitor) -> None:
-    await visitor.dials(visitor.node(protocol=PROTOCOL_VERSION + 1), ErrorCode.PEER_REFUSED)
+    await visitor.dials(visitor.node(protocol=SESSION_VERSION + 1), ErrorCode.PEER_REFUSED)
 
 
 @AUTHENTICATED.kind("tls here only")

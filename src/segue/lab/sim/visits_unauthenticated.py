@@ -10,7 +10,7 @@ from segue.kv.session.frames import (
     HEADER,
     KIND_MESSAGE,
     KIND_SESSION,
-    PROTOCOL_VERSION,
+    SESSION_VERSION,
     Proof,
     SessionHello,
     Welcome,
@@ -38,7 +38,7 @@ async def _silence(visitor: Visitor) -> None:
 async def _half(visitor: Visitor) -> None:
     raw = await visitor.raw()
     if raw is not None:
-        raw.transport.write(encode_preamble(PROTOCOL_VERSION)[:5])
+        raw.transport.write(encode_preamble(SESSION_VERSION)[:5])
         await visitor.is_cut(raw)
 
 
@@ -48,7 +48,7 @@ async def _stalled(visitor: Visitor) -> None:
     if raw is not None:
         frame = encode_frame(visitor.my_hello())
         cut = visitor.rng.randrange(len(frame))
-        raw.transport.write(encode_preamble(PROTOCOL_VERSION) + frame[:cut])
+        raw.transport.write(encode_preamble(SESSION_VERSION) + frame[:cut])
         await visitor.is_cut(raw)
 
 
@@ -66,7 +66,7 @@ async def _other(visitor: Visitor) -> None:
 async def _version(visitor: Visitor) -> None:
     raw = await visitor.raw()
     if raw is not None:
-        raw.transport.write(encode_preamble(PROTOCOL_VERSION + 1))
+        raw.transport.write(encode_preamble(SESSION_VERSION + 1))
         await visitor.is_refused(raw, ErrorCode.PEER_REFUSED)
 
 
@@ -75,7 +75,7 @@ async def _leaves(visitor: Visitor) -> None:
     raw = await visitor.raw()
     if raw is not None:
         if visitor.rng.random() < 0.5:
-            raw.transport.write(encode_preamble(PROTOCOL_VERSION) + encode_frame(visitor.my_hello()))
+            raw.transport.write(encode_preamble(SESSION_VERSION) + encode_frame(visitor.my_hello()))
         raw.transport.abort()
 
 
@@ -97,7 +97,7 @@ def _frames(kind: str, make: Callable[[Visitor], list[bytes]], *codes: ErrorCode
     async def says(visitor: Visitor) -> None:
         raw = await visitor.raw()
         if raw is not None:
-            raw.transport.write(encode_preamble(PROTOCOL_VERSION) + b"".join(make(visitor)))
+            raw.transport.write(encode_preamble(SESSION_VERSION) + b"".join(make(visitor)))
             await visitor.is_refused(raw, *codes)
 
 
@@ -130,7 +130,7 @@ def changed_frame(visitor: Visitor) -> bytes:
 async def _reflection(visitor: Visitor) -> None:
     raw = await visitor.raw()
     if raw is not None:
-        raw.transport.write(encode_preamble(PROTOCOL_VERSION))
+        raw.transport.write(encode_preamble(SESSION_VERSION))
         theirs = await raw.frame(SessionHello)
         if theirs is not None:
             raw.transport.write(encode_frame(visitor.my_hello(nonce=theirs.nonce)))
@@ -145,12 +145,12 @@ async def _proven(
     if raw is None:
         return None
     mine = hello or visitor.my_hello()
-    raw.transport.write(encode_preamble(PROTOCOL_VERSION) + encode_frame(mine))
+    raw.transport.write(encode_preamble(SESSION_VERSION) + encode_frame(mine))
     theirs = await raw.frame(SessionHello)
     if theirs is None:
         return None
     key = session_key(visitor.deployment.secret)
-    proof = encode_frame(Proof(prove(key, PROTOCOL_VERSION, mine, theirs, by_dialler)))
+    proof = encode_frame(Proof(prove(key, SESSION_VERSION, mine, theirs, by_dialler)))
     return raw, proof
 
 

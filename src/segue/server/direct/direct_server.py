@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from segue.kv import BootstrapUnreachable, Incarnation, LeaderId, Role, SegueError, new_room
-from segue.server.direct.meetings import FIND_S, Meeting, Meetings
-from segue.server.direct.rooms import MEET_S, Rooms
+from segue.server.direct.decode_rendezvous import FIND_S, DecodeRendezvous, Meeting
+from segue.server.direct.prefill_rendezvous import MEET_S, PrefillRendezvous
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.replica import Replica
 from segue.server.frontend.app import Generating, OpenAIServer, OpenAIServerSettings, with_header_rank
@@ -147,7 +147,7 @@ class PrefillDoor(InstanceDoor):
     """Of a prefill instance. In SGLang's style it answers when prefill's part is done; in vLLM's it computes
     the prompt and answers with a ticket for what it retains."""
 
-    def __init__(self, *arguments: Any, rooms: Rooms, secret: bytes) -> None:
+    def __init__(self, *arguments: Any, rooms: PrefillRendezvous, secret: bytes) -> None:
         super().__init__(*arguments)
         self._rooms = rooms
         self._secret = secret
@@ -213,7 +213,7 @@ class DecodeDoor(InstanceDoor):
     """Of a decode instance: it gets the answer of the whole request, from whichever prefill instance has the
     other leg or made the ticket."""
 
-    def __init__(self, *arguments: Any, meetings: Meetings, secret: bytes) -> None:
+    def __init__(self, *arguments: Any, meetings: DecodeRendezvous, secret: bytes) -> None:
         super().__init__(*arguments)
         self._meetings = meetings
         self._secret = secret

@@ -17,9 +17,9 @@ from starlette.routing import BaseRoute, Route
 
 from segue.kv import LeaderId, Role, SegueError
 from segue.kv.session import Tls, awaited, typed
+from segue.server.direct.decode_rendezvous import DecodeRendezvous
 from segue.server.direct.direct_server import DecodeDoor, InstanceDoor, OwnAndPrefill, PrefillDoor, as_load
-from segue.server.direct.meetings import Meetings
-from segue.server.direct.rooms import Rooms
+from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.frontend.app import Asgi, OpenAIServerSettings
@@ -47,7 +47,7 @@ class LazyDoor:
         me: LeaderId,
         registry: InstanceWatch,
         *,
-        rooms: Rooms | None,
+        rooms: PrefillRendezvous | None,
         tls: Tls | None,
     ) -> None:
         self.metrics = Metrics()
@@ -56,7 +56,7 @@ class LazyDoor:
         self._registry = registry
         self._rooms = rooms
         self._tls = tls
-        self._meetings = Meetings(config.limit.max_queue)
+        self._meetings = DecodeRendezvous(config.limit.max_queue)
         self._opening: asyncio.Task[InstanceDoor] | None = None
         self.door: InstanceDoor | None = None
 

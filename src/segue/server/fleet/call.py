@@ -30,8 +30,8 @@ from segue.server.balance.policy import PlacementRequest
 from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.fleet.membership import Membership
 from segue.server.fleet.replica import REASONS, Replica, Route
+from segue.server.fleet.retry_after import RetryAfter
 from segue.server.fleet.router import Router
-from segue.server.fleet.vacancies import Vacancies
 from segue.server.messages.control import Cancel, Submit
 from segue.server.messages.records import Path, Records, RequestRecord
 from segue.server.observe.metrics import Metrics
@@ -76,7 +76,7 @@ class Parts:
     news: Signal
     new_room: Callable[[], int]
     records: Records
-    vacancies: Vacancies
+    vacancies: RetryAfter
 
 
 class Attempt:

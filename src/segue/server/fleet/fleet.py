@@ -32,8 +32,8 @@ from segue.server.balance.prefix_index import PrefixIndex
 from segue.server.fleet.call import Call, Parts, Signal
 from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.fleet.membership import Door, Membership
+from segue.server.fleet.retry_after import RetryAfter
 from segue.server.fleet.router import Router
-from segue.server.fleet.vacancies import Vacancies
 from segue.server.messages.records import MAX_FOUND, Records, RequestRecord, matcher
 from segue.server.observe.metrics import Metrics
 from segue.server.registry.client import InstanceWatch
@@ -96,7 +96,7 @@ class Fleet:
             news=self._news,
             new_room=runtime.new_room,
             records=self.records,
-            vacancies=Vacancies(lambda: self.in_flight),
+            vacancies=RetryAfter(lambda: self.in_flight),
         )
 
     def explain(self, request_id: str) -> list[RequestRecord]:

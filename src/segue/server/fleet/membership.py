@@ -16,7 +16,7 @@ from segue.kv import LeaderId, Limits, PeerRefused, Role, SegueError, Ticket, ne
 from segue.kv.session import Dialer, PeerInfo, Session, SessionNode, Tls, Uniform, keep_running
 from segue.server.balance.prefix_index import PrefixIndex
 from segue.server.fleet.replica import OutputSink, Replica
-from segue.server.messages.control import ControlMessage, Explain, Explained, Load, Met, Outputs
+from segue.server.messages.control import ControlMessage, Explain, Explained, Load, Outputs, PrefillFound
 from segue.server.messages.records import RequestRecord
 from segue.server.observe.metrics import Metrics
 from segue.server.registry.client import InstanceWatch
@@ -30,7 +30,7 @@ SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
 class Door(Protocol):
     """The HTTP door of a decode instance, for which prefill instances look whether a prefill leg is there."""
 
-    def met(self, replica: Replica, message: Met) -> None:
+    def met(self, replica: Replica, message: PrefillFound) -> None:
         """What the door of `replica` says."""
         ...
 
@@ -228,7 +228,7 @@ class Membership:
         elif isinstance(message, Prefixes) and self._index is not None:
             if not self._index.heard(peer.leader, message):
                 session.send(FollowPrefixes())
-        elif isinstance(message, Met) and self._door is not None:
+        elif isinstance(message, PrefillFound) and self._door is not None:
             self._door.met(replica, message)
 
     def closed(self, session: Session, error: SegueError) -> None:

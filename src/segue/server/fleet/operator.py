@@ -30,7 +30,15 @@ from segue.kv import (
 from segue.kv.session import PeerInfo, Session, SessionNode, Tls
 from segue.server.fleet.life import Life, life_of
 from segue.server.messages.control import Explain, Explained
-from segue.server.messages.operate import Look, OperationRefused, OperatorMessage, Sight, State, Steer, Switch
+from segue.server.messages.operate import (
+    GetStatus,
+    OperationRefused,
+    OperatorMessage,
+    SetDraining,
+    State,
+    Status,
+    Switch,
+)
 from segue.server.registry.backends import RegistryBackend
 from segue.server.registry.registry_kinds import open_backend
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
@@ -54,7 +62,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     served_model: str
     address: str
     draining: bool
-    sight: Sight | None = None
+    sight: Status | None = None
     trouble: str = ""
 
 
@@ -134,7 +142,7 @@ class Operator:
             draining=where.draining,
         )
         try:
-            sight = await self._ask(record, where, Look(), _sight, ASK_S)
+            sight = await self._ask(record, where, GetStatus(), _sight, ASK_S)
         except SegueError as error:
             return msgspec.structs.replace(row, trouble=error.info.text)
         return msgspec.structs.replace(row, sight=sight)
@@ -145,12 +153,12 @@ class Operator:
         *,
         draining: bool,
         timeout_s: float,
-        say: Callable[[ReplicaRecord, Sight], object] = lambda _where, _sight: None,
+        say: Callable[[ReplicaRecord, Status], object] = lambda _where, _sight: None,
     ) -> None:
         """Drain every leader of an instance, or have it take requests again; returns once each is drained, or
         serves. `say` hears each answer. Raises DeadlineExceeded after `timeout_s`; what was ordered stays."""
         wanted: State = "drained" if draining else "serving"
-        await self._each(record, Steer(draining), wanted, timeout_s, say)
+        await self._each(record, SetDraining(draining), wanted, timeout_s, say)
 
     async def switch(
         self,
@@ -158,7 +166,7 @@ class Operator:
         role: Role,
         *,
         timeout_s: float,
-        say: Callable[[ReplicaRecord, Sight], object] = lambda _where, _sight: None,
+        say: Callable[[ReplicaRecord, Status], object] = lambda _where, _sight: None,
     ) -> InstanceRecord:
         """Drain an instance and have it come back as `role`; returns it once the registry lists all of its
         leaders. Raises what `steer` does, InvalidRequest if it cannot have that role, with nothing done, and
@@ -214,7 +222,7 @@ class Operator:
         """The registry lists it no more. One that begins anew lists nobody for a while, so ask itself."""
         [where] = [where for where in record.replicas if where.dp_rank == rank]
         try:
-            await self._ask(record, where, Look(), _sight, ASK_S)
+            await self._ask(record, where, GetStatus(), _sight, ASK_S)
         except SegueError as error:
             raise PeerLost(
                 f"{record.role} {LeaderId(record.incarnation, rank)} has left again before all of its DP "
@@ -224,17 +232,17 @@ class Operator:
     async def _each(
         self,
         record: InstanceRecord,
-        order: Steer | Switch,
+        order: SetDraining | Switch,
         wanted: State,
         timeout_s: float,
-        say: Callable[[ReplicaRecord, Sight], object],
+        say: Callable[[ReplicaRecord, Status], object],
     ) -> None:
         """Give every leader an order, and wait until each says that its state is `wanted`."""
 
         async def one(where: ReplicaRecord) -> None:
-            last: Sight | None = None
+            last: Status | None = None
 
-            def done(answer: OperatorMessage) -> Sight | None:
+            def done(answer: OperatorMessage) -> Status | None:
                 nonlocal last
                 if (sight := _sight(answer)) is None:
                     return None
@@ -326,11 +334,11 @@ async def _all(works: Iterable[Coroutine[object, object, None]]) -> None:
             raise end
 
 
-def _sight(answer: OperatorMessage) -> Sight | None:
-    return answer if isinstance(answer, Sight) else None
+def _sight(answer: OperatorMessage) -> Status | None:
+    return answer if isinstance(answer, Status) else None
 
 
-def _late(name: str, sight: Sight, timeout_s: float) -> str:
+def _late(name: str, sight: Status, timeout_s: float) -> str:
     load = sight.load
     return (
         f"{name} is {sight.state} after {timeout_s:g} s: {load.running + load.waiting} requests are left and "

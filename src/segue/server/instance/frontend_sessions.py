@@ -9,17 +9,17 @@ from segue.engine.kv_events import FollowPrefixes, KVEvent, Prefixes, net
 from segue.engine.request import Output
 from segue.kv import Incarnation, PeerRefused, SegueError
 from segue.kv.session import PeerInfo, Session
-from segue.server.direct.rooms import Rooms
+from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item
 from segue.server.messages.control import (
     Cancel,
+    Done,
     Explained,
+    FindPrefill,
     FlushCache,
     Load,
-    Meet,
-    Met,
     Outputs,
-    Over,
+    PrefillFound,
     Submit,
 )
 
@@ -42,7 +42,7 @@ class FrontendSessions:
         #: who follows our prefix cache, and the number of what it was told last
         self._following: dict[Incarnation, int] = {}
         #: of a prefill instance whose door answers routers
-        self.rooms: Rooms | None = None
+        self.rooms: PrefillRendezvous | None = None
 
     def hello(self) -> bytes:
         """A frontend needs to know nothing but what the registry says."""
@@ -63,12 +63,12 @@ class FrontendSessions:
         """Orders to the leader, answers for operators, and what a decode door asks ours."""
         if self.deliver is not None and isinstance(message, Submit | Cancel | FlushCache | FollowPrefixes):
             self.deliver(FromFrontend(session.peer.leader.incarnation, message))
-        elif isinstance(message, Meet) and self.rooms is None:
+        elif isinstance(message, FindPrefill) and self.rooms is None:
             refused = PeerRefused("this prefill instance has no HTTP door; start it with --http-port")
-            session.send(Met(room=message.room, error=refused.info, elsewhere=True))
-        elif isinstance(message, Meet) and self.rooms is not None:
+            session.send(PrefillFound(room=message.room, error=refused.info, elsewhere=True))
+        elif isinstance(message, FindPrefill) and self.rooms is not None:
             self.rooms.meet(session, message)
-        elif isinstance(message, Over):
+        elif isinstance(message, Done):
             if self.rooms is not None:
                 self.rooms.over(session, message)
         elif isinstance(message, Explained):

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from segue import __version__
-from segue.engine.engine_api import Companions, Engine
+from segue.engine.engine_api import Engine, ExpertPeers
 from segue.engine.kv_events import KVEvent
 from segue.engine.pages import PagePool
 from segue.kv import (
@@ -39,21 +39,21 @@ from segue.kv import (
 )
 from segue.kv.session import SessionHandler, background, is_loopback, tls_from_files
 from segue.server.direct.door import LazyDoor
-from segue.server.direct.rooms import Rooms
+from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.frontend.keys import ApiKeys, read_keys
 from segue.server.http.guarded_http import GuardedServer
 from segue.server.instance.frontend_sessions import FrontendSessions
 from segue.server.instance.instance_http import InstanceStatus, start_http
 from segue.server.instance.integrity import instance_state
 from segue.server.instance.kv_settings import dp_ranks, kv_config, session_config, usable_transports
-from segue.server.instance.leader import Abandon, CompanionsMoved, Drain, Hold, Inspect, Leader, NextRole
+from segue.server.instance.leader import Abandon, Drain, Hold, Inspect, Leader, NextRole, PeersAdvanced
 from segue.server.instance.local_cost import measure_pauses
-from segue.server.instance.operators import OperatorSessions, Sights
+from segue.server.instance.operators import OperatorSessions, StatusReporter
 from segue.server.instance.rank_workers import Workers
 from segue.server.instance.registry_link import follow_prefill, wait_for_registry
 from segue.server.kv_events.kv_publisher import KVPublisher
 from segue.server.messages.control import Load
-from segue.server.messages.operate import Steer, Switch
+from segue.server.messages.operate import SetDraining, Switch
 from segue.server.messages.records import RequestRecord
 from segue.server.registry.arrival import until_answered
 from segue.server.registry.client import Registry, RegistryClient
@@ -89,7 +89,7 @@ class Instance:
         *,
         me: LeaderId | None = None,
         workers: Workers | None = None,
-        companions: Companions | None = None,
+        companions: ExpertPeers | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -109,7 +109,7 @@ class Instance:
             dp=self.dp,
             role=str(config.role),
         )
-        self._sights = Sights(config.role, self.frontends, self.limits.max_sessions)
+        self._sights = StatusReporter(config.role, self.frontends, self.limits.max_sessions)
         self.operators = OperatorSessions(
             self._ask_load, self._sights.of, self._steer, self._find, self.frontends, self._record
         )
@@ -224,7 +224,7 @@ class Instance:
 
         self.leader.inbox.put(Inspect(look))
 
-    def _steer(self, order: Steer | Switch) -> None:
+    def _steer(self, order: SetDraining | Switch) -> None:
         if self._stop.is_set() or self.follows is not None:
             raise Draining(f"{self.config.label} {self.me} is leaving")
         if isinstance(order, Switch):
@@ -268,7 +268,7 @@ class Instance:
         (self.manager or self.plane).start()
         if self.companions is not None:
             put = self.leader.inbox.put
-            self.companions.listen(lambda: put(CompanionsMoved()), self.drain, self._lost)
+            self.companions.listen(lambda: put(PeersAdvanced()), self.drain, self._lost)
         return self.plane.io.call(self._join(), self.config.registry_wait_s + 4 * self.limits.connect_s)
 
     async def _join(self) -> bool:
@@ -315,7 +315,7 @@ class Instance:
         config = self.config
         rooms = None
         if config.role is Role.PREFILL:
-            rooms = Rooms(f"{config.label} {self.me}", self.dp, self.limits.max_queue)
+            rooms = PrefillRendezvous(f"{config.label} {self.me}", self.dp, self.limits.max_queue)
         self.frontends.rooms = rooms
         lazy = LazyDoor(config, self.me, registry, rooms=rooms, tls=self.tls)
         self._sights.door = lazy.tables

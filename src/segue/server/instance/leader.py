@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from segue.engine.engine_api import Companions, Engine, SequenceStep, StepHandle
+from segue.engine.engine_api import Engine, ExpertPeers, SequenceStep, StepHandle
 from segue.engine.kv_events import FollowPrefixes, KVEvent
 from segue.engine.prefix_journal import PrefixJournal
 from segue.engine.request import Grammar, Output
@@ -122,7 +122,7 @@ class ForwardReady:
 
 
 @dataclass(frozen=True, slots=True)
-class CompanionsMoved:
+class PeersAdvanced:
     """Another DP rank waits for us in a step, or is done."""
 
 
@@ -138,7 +138,7 @@ Item = (
     | KVStored
     | FormatReady
     | ForwardReady
-    | CompanionsMoved
+    | PeersAdvanced
 )
 
 
@@ -166,7 +166,7 @@ class Leader:
         send: Callable[[Incarnation, list[Output]], None],
         report: Callable[[Load], None],
         prefixes: Callable[[Incarnation | None, list[KVEvent]], None] = lambda _only, _events: None,
-        companions: Companions | None = None,
+        companions: ExpertPeers | None = None,
     ) -> None:
         self._prefixes = prefixes
         self._journal: PrefixJournal | None = None
@@ -364,7 +364,7 @@ class Leader:
                 case KVStored(step, seq_ids, layers):
                     if step == self.steps and self.forward is not None:
                         self.scheduler.stored(seq_ids, layers)
-                case ForwardReady() | CompanionsMoved():
+                case ForwardReady() | PeersAdvanced():
                     pass  # the loop has been woken
                 case Phase() | Release() | Quarantined():
                     if self.forward is not None and self.scheduler.computes(item.transfer):

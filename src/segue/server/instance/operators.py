@@ -15,7 +15,15 @@ from segue.kv import Change, Incarnation, KVManager, KVPoll, LeaderId, PathSpeed
 from segue.kv.session import PeerInfo, Session
 from segue.server.instance.frontend_sessions import FrontendSessions
 from segue.server.messages.control import Explain, Explained, Load
-from segue.server.messages.operate import Look, OperationRefused, PairSight, Sight, State, Steer, Switch
+from segue.server.messages.operate import (
+    GetStatus,
+    OperationRefused,
+    PairStatus,
+    SetDraining,
+    State,
+    Status,
+    Switch,
+)
 from segue.server.messages.records import RequestRecord
 from segue.server.observe.integrity_report import busy
 from segue.server.registry.registry_records import InstanceRecord
@@ -35,8 +43,8 @@ class OperatorSessions:
     def __init__(
         self,
         ask: Callable[[Callable[[Load], None]], None],
-        sight: Callable[[Load], Sight],
-        steer: Callable[[Steer | Switch], None],
+        sight: Callable[[Load], Status],
+        steer: Callable[[SetDraining | Switch], None],
         find: Callable[[str, Callable[[list[RequestRecord]], None]], None],
         frontends: FrontendSessions,
         record: Callable[[], InstanceRecord],
@@ -72,9 +80,9 @@ class OperatorSessions:
     def received(self, session: Session, message: object) -> None:
         """A question, or an order."""
         match message:
-            case Look():
+            case GetStatus():
                 self._ask(lambda load: session.send(self._sight(load)))
-            case Steer() | Switch():
+            case SetDraining() | Switch():
                 log.info("event=steered order=%s by=%s", message, session.peer.address)
                 try:
                     self._steer(message)
@@ -116,7 +124,7 @@ class OperatorSessions:
         return bool(self._watching)
 
 
-class Sights:
+class StatusReporter:
     """What an instance shows of itself. Used on the I/O thread only. `limit` bounds how many peers' hand-offs
     are counted; those with the latest are."""
 
@@ -147,11 +155,11 @@ class Sights:
         tables = {} if self.manager is None else self.manager.sizes()
         return bool(busy(tables) or busy(self.door()))
 
-    def of(self, load: Load) -> Sight:
+    def of(self, load: Load) -> Status:
         """What is shown while `load` is the leader's."""
         paths = {} if self.manager is None else self.manager.paths()
         drained = load.drained and not self.held
-        return Sight(
+        return Status(
             role=self._role,
             state="drained" if drained else "draining" if load.draining else "serving",
             version=__version__,
@@ -161,9 +169,9 @@ class Sights:
             frontends=sorted(self._frontends.sessions),
         )
 
-    def _pair(self, peer: str, path: PathSpeed) -> PairSight:
+    def _pair(self, peer: str, path: PathSpeed) -> PairStatus:
         counts = self._counts.get(peer) or Counter[KVPoll]()
-        return PairSight(
+        return PairStatus(
             peer=peer,
             transport=path.transport,
             bytes_per_s=path.bytes_per_s,

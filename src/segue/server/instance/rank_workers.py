@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from segue.engine.engine_api import Companions, Engine
+from segue.engine.engine_api import Engine, ExpertPeers
 from segue.engine.models.supported import check_experts
 from segue.engine.ranks.pipe import Pipe
 from segue.kv import Internal, LeaderId, Memory, PeerLost, Rank, SegueError, WorkerRank, model_identity
@@ -185,7 +185,7 @@ class OpenedReplica(NamedTuple):
     engine: Engine
     memory: Memory
     workers: Workers | None = None
-    companions: Companions | None = None
+    companions: ExpertPeers | None = None
 
 
 def open_replica(config: InstanceConfig) -> OpenedReplica:

@@ -3,8 +3,9 @@
 The frontend sends `Submit` to both leaders of a ticket at once; decode answers `Outputs`; prefill
 answers only `Outputs` with an error, so that a failure is known at once on either leg.
 
-`Meet`, `Met` and `Over` go between the HTTP doors of two instances, when a foreign router has posted the two
-legs of one request to them: decode's door, which is a frontend to the leaders, asks; prefill's door answers.
+`FindPrefill`, `PrefillFound` and `Done` go between the HTTP doors of two instances, when a foreign
+router has posted the two legs of one request to them: decode's door, which is a frontend to the leaders,
+asks; prefill's door answers.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Explained(msgspec.Struct, frozen=True, tag=True):
     frontends: list[Incarnation] = []
 
 
-class Meet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class FindPrefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Decode's door → prefill's: the decode leg of bootstrap room `room` waits here for prefill's.
 
     `hint` is the DP rank of prefill that the leg names, if it does. With `ticket` the room is that of a
@@ -109,7 +110,7 @@ class Meet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ticket: bool = False
 
 
-class Met(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PrefillFound(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Prefill's door → decode's: the prefill leg of `room` is here, and its request is for this DP rank
     (None: for any). With `error` it has ended, and decode's is to end as well, unless the leg was never here
     and may be `elsewhere`: then as soon as everybody who was asked has said so."""
@@ -120,7 +121,7 @@ class Met(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     elsewhere: bool = False
 
 
-class Over(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Decode's door → prefill's: prefill has done its part for `room`, or the request has failed."""
 
     room: int
@@ -136,9 +137,9 @@ ControlMessage = (
     | Cancel
     | Outputs
     | Load
-    | Meet
-    | Met
-    | Over
+    | FindPrefill
+    | PrefillFound
+    | Done
     | FlushCache
     | Explain
     | Explained

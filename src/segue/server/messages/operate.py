@@ -15,27 +15,27 @@ from segue.server.messages.control import Explain, Explained, Load
 State = Literal["serving", "draining", "drained"]
 
 
-class Look(msgspec.Struct, frozen=True, tag=True):
-    """Operator → leader: how are you? The answer is one `Sight`."""
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Operator → leader: how are you? The answer is one `Status`."""
 
 
-class Steer(msgspec.Struct, frozen=True, tag=True):
-    """Operator → leader: take nothing new from now on, or take it again. The answer is a `Sight` now and
+class SetDraining(msgspec.Struct, frozen=True, tag=True):
+    """Operator → leader: take nothing new from now on, or take it again. The answer is a `Status` now and
     after each change of the state, for as long as the session is open."""
 
     draining: bool
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True):
-    """Operator → leader: drain as for a `Steer`, which has the same answers. Once all leaders of the instance
-    have, `turn` has each leave and come back as `role`, in the incarnation that `successor` says; one that is
-    not drained then stays, and answers what it is."""
+    """Operator → leader: drain as for a `SetDraining`, which has the same answers. Once all leaders of the
+    instance have, `turn` has each leave and come back as `role`, in the incarnation that `successor`
+    says; one that is not drained then stays, and answers what it is."""
 
     role: Role
     turn: bool = False
 
 
-class PairSight(msgspec.Struct, frozen=True, kw_only=True):
+class PairStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One peer of a leader: the transport between them, what it has carried since their session was opened,
     and how many hand-offs with it have succeeded and failed since this leader started. `choice` says why it
     is this transport, where a probe has chosen it."""
@@ -49,7 +49,7 @@ class PairSight(msgspec.Struct, frozen=True, kw_only=True):
     choice: PathChoice | None = None
 
 
-class Sight(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Leader → operator: what it is doing. `drained`: it takes nothing new, its tables are empty and no page
     is in quarantine, so that its process may be ended. `frontends` have a session with it."""
 
@@ -58,7 +58,7 @@ class Sight(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     version: str
     uptime_s: float
     load: Load
-    pairs: list[PairSight] = []
+    pairs: list[PairStatus] = []
     frontends: list[Incarnation] = []
 
 
@@ -68,4 +68,4 @@ class OperationRefused(msgspec.Struct, frozen=True, tag="Refused"):
     error: ErrorInfo
 
 
-OperatorMessage = Look | Steer | Switch | Sight | OperationRefused | Explain | Explained
+OperatorMessage = GetStatus | SetDraining | Switch | Status | OperationRefused | Explain | Explained

@@ -55,7 +55,7 @@ _LOG_REQUESTS = (
 )
 
 #: What vLLM, SGLang and others call it, by key: what it is here, or why it is not.
-FOREIGN = {
+FLAG_ALIASES = {
     # the model
     "model_path": "--model",
     "model_name_or_path": "--model",
@@ -188,6 +188,6 @@ def explain(name: str) -> str:
     key = name.lstrip("-").removeprefix("SEGUE_").replace("-", "_").lower()
     if key in LATER:
         return f": {LATER[key]}"
-    if key in FOREIGN:
-        return f": {FOREIGN[key]}"
+    if key in FLAG_ALIASES:
+        return f": {FLAG_ALIASES[key]}"
     return ""

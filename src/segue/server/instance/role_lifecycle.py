@@ -26,7 +26,7 @@ from segue.server.settings.commands import InstanceConfig
 log = logging.getLogger("segue.instance")
 
 
-class Turns:
+class RoleLifecycle:
     """`instance` is the one that serves now. `drain` may be called from a signal handler."""
 
     def __init__(self, config: InstanceConfig, replica: OpenedReplica) -> None:
@@ -95,7 +95,7 @@ def run_instance(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     spans = traces(os.environ, f"segue-{config.role}")
     replica = open_replica(config)
-    turns = Turns(config, replica)
+    turns = RoleLifecycle(config, replica)
     if spans is not None:
         turns.instance.scheduler.admission.records.heard = spans.heard
     gc.collect()

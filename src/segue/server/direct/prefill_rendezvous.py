@@ -27,7 +27,7 @@ from segue.kv import (
 )
 from segue.kv.session import Session
 from segue.server.frontend.legs import BAD_TICKET, MAX_BOOTSTRAP_ROOM
-from segue.server.messages.control import Meet, Met, Over
+from segue.server.messages.control import Done, FindPrefill, PrefillFound
 
 #: How long one leg waits for the other: a router posts both at once.
 MEET_S = 30.0
@@ -52,7 +52,7 @@ class _UnusedTicket:
 
 
 @dataclass(slots=True)
-class Rooms:
+class PrefillRendezvous:
     """At most `limit` rooms and `limit` tickets. `name` is what errors call this instance, `dp` its DP ranks.
 
     `abandoned` counts what nobody came for: legs without their other leg, and tickets.
@@ -125,17 +125,17 @@ class Rooms:
             room = self._open(number, budget_s)
         room.error = error.info
         if room.session is not None:
-            room.session.send(Met(room=number, error=error.info))
+            room.session.send(PrefillFound(room=number, error=error.info))
             self._forget(number)
 
     # ---- decode's leg (its door's session) ------------------------------------------------------
 
-    def meet(self, session: Session, message: Meet) -> None:
+    def meet(self, session: Session, message: FindPrefill) -> None:
         """Decode's leg of a room is there, or a ticket is shown."""
         number = message.room
         try:
             if message.ticket:
-                session.send(Met(room=number, dp_rank=self._redeem(number)))
+                session.send(PrefillFound(room=number, dp_rank=self._redeem(number)))
                 return
             room = self._rooms.get(number)
             if room is None:
@@ -148,11 +148,13 @@ class Rooms:
             self._answer(number, room)
         except SegueError as error:
             known = number in self._rooms
-            session.send(Met(room=number, error=error.at(origin=self.name).info, elsewhere=not known))
+            session.send(
+                PrefillFound(room=number, error=error.at(origin=self.name).info, elsewhere=not known)
+            )
             if known:
-                self.over(session, Over(room=number, error=error.info))
+                self.over(session, Done(room=number, error=error.info))
 
-    def over(self, session: Session, message: Over) -> None:
+    def over(self, session: Session, message: Done) -> None:
         """Prefill's part is done, or decode's leg has failed: the prefill leg is answered, now or when it
         comes."""
         number = message.room
@@ -179,7 +181,7 @@ class Rooms:
         """The session of a decode door has ended: so has what it asked for."""
         for number, room in list(self._rooms.items()):
             if room.session is session:
-                self.over(session, Over(room=number, error=error.info))
+                self.over(session, Done(room=number, error=error.info))
 
     # ---- tickets --------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class Rooms:
             return
         dp_rank = self._rank(number, room.routed, room.hint)
         room.timer.cancel()  # from here on the request's own deadline counts
-        room.session.send(Met(room=number, dp_rank=dp_rank))
+        room.session.send(PrefillFound(room=number, dp_rank=dp_rank))
 
     def _rank(self, number: int, routed: int | None, hint: int | None) -> int | None:
         for name, rank in (("routed_dp_rank", routed), ("disagg_prefill_dp_rank", hint)):
@@ -249,7 +251,7 @@ class Rooms:
         if room.error is None:
             self.abandoned += 1
         if room.session is not None:
-            room.session.send(Met(room=number, error=late.info, elsewhere=room.leg is None))
+            room.session.send(PrefillFound(room=number, error=late.info, elsewhere=room.leg is None))
         if room.leg is not None and not room.leg.done():
             room.leg.set_exception(late)
         self._forget(number)

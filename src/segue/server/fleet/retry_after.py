@@ -12,7 +12,7 @@ LONGEST_S = 60
 WEIGHT = 1 / 16
 
 
-class Vacancies:
+class RetryAfter:
     """How long requests take, and what clients were told; `in_flight` says how many requests there are. Times
     are seconds of the caller's clock.
 

@@ -86,7 +86,7 @@ class Misfit(Visitor):
 
     def _like(self, target: KVNode) -> LeaderInfo:
         """What a leader of our role would say that the target could work with."""
-        info = target.manager.introduction.info
+        info = target.manager.compatibility.info
         ranks = self.deployment.scenario.splits.of(self.role).ranks(target.engine.spec)
         endpoints = {name: of_ranks[:1] * len(ranks) for name, of_ranks in info.endpoints.items()}
         return structs.replace(info, ranks=ranks, endpoints=endpoints)

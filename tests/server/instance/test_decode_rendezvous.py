@@ -21,11 +21,11 @@ from segue.kv.errors import (
     SegueError,
 )
 from segue.kv.ids import Incarnation, LeaderId, Role
-from segue.server.direct import meetings as module
-from segue.server.direct.meetings import Meeting, Meetings
+from segue.server.direct import decode_rendezvous as module
+from segue.server.direct.decode_rendezvous import DecodeRendezvous, Meeting
 from segue.server.fleet.replica import Replica
 from segue.server.frontend.legs import Bootstrap, RetainedTicket
-from segue.server.messages.control import Meet, Met, Over
+from segue.server.messages.control import Done, FindPrefill, PrefillFound
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 ROOM = 5
@@ -68,16 +68,20 @@ def test_once_the_leg_is_found_only_its_holder_s_end_is_that_of_the_request(gone
             submit=lambda request, **_: request,
             cancel=lambda request_id, _reason: cancelled.append(request_id),
         )
-        meetings = Meetings(limit=4)
+        meetings = DecodeRendezvous(limit=4)
         async with Meeting(meetings, fleet, Bootstrap("127.0.0.1", 8998, ROOM)) as meeting:
             await meeting.ask()
-            meetings.met(holder, Met(room=ROOM, dp_rank=0))
+            meetings.met(holder, PrefillFound(room=ROOM, dp_rank=0))
             await meeting.wait(1)
             meeting.submit(Request(request_id="r", prompt=[1], sampling=SamplingParams()), budget_s=1.0)
             meetings.lost(holder if gone == "its holder" else other, PeerLost("gone"))
             assert cancelled == (["r"] if gone == "its holder" else [])
-        assert [type(message) for message in others.sent] == [Meet, Over], "told once, and then left alone"
-        assert [type(message) for message in its.sent] == ([Meet] if gone == "its holder" else [Meet, Over])
+        assert [type(message) for message in others.sent] == [FindPrefill, Done], (
+            "told once, and then left alone"
+        )
+        assert [type(message) for message in its.sent] == (
+            [FindPrefill] if gone == "its holder" else [FindPrefill, Done]
+        )
         assert not any(meetings.sizes().values())
 
     asyncio.run(main())
@@ -99,7 +103,7 @@ class Place:
     """Decode's door among these prefill instances; also the fleet that its requests are placed in."""
 
     def __init__(self, *there: tuple[Replica, Session], limit: int = 4) -> None:
-        self.meetings = Meetings(limit)
+        self.meetings = DecodeRendezvous(limit)
         self.membership = SimpleNamespace(replicas={replica.leader: replica for replica, _ in there})
         self.submitted: list[tuple[Request, Incarnation | None]] = []
         self.cancelled: list[tuple[str, ErrorCode]] = []
@@ -131,7 +135,7 @@ def request(name: str) -> Request:
 
 def told(session: Session) -> list[ErrorCode | None]:
     """How prefill's leg heard that it is over, each time."""
-    overs = [message for message in session.sent if isinstance(message, Over)]
+    overs = [message for message in session.sent if isinstance(message, Done)]
     assert all(over.room == ROOM for over in overs)
     return [over.error.code if over.error else None for over in overs]
 
@@ -149,7 +153,7 @@ def test_every_prefill_at_the_named_address_is_asked_and_nobody_else() -> None:
         place = Place(here, *others, (away, silent))
         async with place.meeting(Bootstrap("10.0.0.1", 8998, ROOM), hint=1) as meeting:
             await meeting.ask()
-        assert here[1].sent[0] == Meet(room=ROOM, hint=1)
+        assert here[1].sent[0] == FindPrefill(room=ROOM, hint=1)
         assert [session.sent for _, session in others] == [[], [], []]
         assert silent.sent == []
 
@@ -182,9 +186,9 @@ def test_a_ticket_is_shown_to_who_gave_it_out_and_nobody_hears_of_its_end() -> N
         ticket = RetainedTicket(ROOM, LeaderId(Incarnation("a" * 32)), 0, 1)
         async with place.meeting(ticket) as meeting:
             await meeting.ask()
-            place.meetings.met(issuer[0], Met(room=ROOM, dp_rank=0))
+            place.meetings.met(issuer[0], PrefillFound(room=ROOM, dp_rank=0))
             await meeting.wait(1)
-        assert issuer[1].sent == [Meet(room=ROOM, ticket=True)]
+        assert issuer[1].sent == [FindPrefill(room=ROOM, ticket=True)]
         assert other[1].sent == []
 
     asyncio.run(main())
@@ -198,13 +202,13 @@ def test_what_another_than_the_holder_of_the_leg_says_changes_nothing() -> None:
         place = Place(holder, other, stranger)
         async with place.meeting() as meeting:
             await meeting.ask()
-            place.meetings.met(stranger[0], Met(room=ROOM, error=Internal("no").info))
-            place.meetings.met(stranger[0], Met(room=ROOM, dp_rank=1))
-            place.meetings.met(holder[0], Met(room=ROOM, dp_rank=0))
+            place.meetings.met(stranger[0], PrefillFound(room=ROOM, error=Internal("no").info))
+            place.meetings.met(stranger[0], PrefillFound(room=ROOM, dp_rank=1))
+            place.meetings.met(holder[0], PrefillFound(room=ROOM, dp_rank=0))
             await meeting.wait(1)
             meeting.submit(request("r"), budget_s=1.0)
-            place.meetings.met(other[0], Met(room=ROOM, error=OutOfCapacity("full").info))
-            place.meetings.met(other[0], Met(room=ROOM, dp_rank=1))
+            place.meetings.met(other[0], PrefillFound(room=ROOM, error=OutOfCapacity("full").info))
+            place.meetings.met(other[0], PrefillFound(room=ROOM, dp_rank=1))
             meeting.submit(request("s"), budget_s=1.0)
         assert place.cancelled == []
         assert {who for _, who in place.submitted} == {holder[0].record.incarnation}
@@ -219,11 +223,11 @@ def test_what_the_holder_s_leg_fails_with_ends_all_samples_and_those_that_were_t
         place = Place(holder)
         async with place.meeting() as meeting:
             await meeting.ask()
-            place.meetings.met(holder[0], Met(room=ROOM, dp_rank=0))
+            place.meetings.met(holder[0], PrefillFound(room=ROOM, dp_rank=0))
             await meeting.wait(3)
             for name in ("r", "s"):
                 meeting.submit(request(name), budget_s=1.0)
-            place.meetings.met(holder[0], Met(room=ROOM, error=Internal("prefill broke").info))
+            place.meetings.met(holder[0], PrefillFound(room=ROOM, error=Internal("prefill broke").info))
             place.meetings.lost(holder[0], PeerLost("later"))
             assert place.cancelled == [("r", ErrorCode.INTERNAL), ("s", ErrorCode.INTERNAL)]
             with pytest.raises(Internal, match="broke"):
@@ -239,7 +243,7 @@ def lost(place: Place, replica: Replica, error: SegueError) -> None:
 
 def not_there(place: Place, replica: Replica, error: SegueError) -> None:
     """Its door is full, or was never opened, or nobody came to it in time."""
-    place.meetings.met(replica, Met(room=ROOM, error=error.info, elsewhere=True))
+    place.meetings.met(replica, PrefillFound(room=ROOM, error=error.info, elsewhere=True))
 
 
 Says = Callable[[Place, Replica, SegueError], None]
@@ -279,13 +283,13 @@ def test_a_decode_leg_for_which_there_is_no_place_tells_prefill_so_unless_its_ro
                     raise AssertionError("two decode legs have one room")
             assert told(there[1]) == [], "the first one's leg waits there"
             assert place.meetings.sizes() == {"meetings": 1}
-            place.meetings.met(there[0], Met(room=ROOM))
+            place.meetings.met(there[0], PrefillFound(room=ROOM))
             await meeting.wait(1)
             with pytest.raises(OutOfCapacity):
                 async with place.meeting(Bootstrap("127.0.0.1", 8998, ROOM + 1)):
                     raise AssertionError("more than the limit")
-            assert [message for message in there[1].sent if isinstance(message, Over)] == [
-                Over(room=ROOM + 1, error=OutOfCapacity("1 requests are in flight already").info)
+            assert [message for message in there[1].sent if isinstance(message, Done)] == [
+                Done(room=ROOM + 1, error=OutOfCapacity("1 requests are in flight already").info)
             ]
         assert place.meetings.sizes() == {"meetings": 0}
 
@@ -298,7 +302,7 @@ def test_prefill_s_part_is_done_with_the_first_token_of_the_last_sample() -> Non
         place = Place(holder)
         async with place.meeting() as meeting:
             await meeting.ask()
-            place.meetings.met(holder[0], Met(room=ROOM, dp_rank=3))
+            place.meetings.met(holder[0], PrefillFound(room=ROOM, dp_rank=3))
             await meeting.wait(2)
             for name in ("r", "s"):
                 seen: list[list[ErrorCode | None]] = []
@@ -343,7 +347,7 @@ def test_a_prefill_that_appears_while_it_is_looked_for_is_asked() -> None:
             place.membership.replicas[late.leader] = late
             place.news.set()
             await asking
-            assert session.sent == [Meet(room=ROOM)]
+            assert session.sent == [FindPrefill(room=ROOM)]
 
     asyncio.run(main())
 
@@ -379,10 +383,10 @@ def test_however_a_decode_leg_ends_prefill_s_hears_of_it_once(
         place = Place(holder)
         meeting = await place.meeting().__aenter__()
         await meeting.ask()
-        place.meetings.met(holder[0], Met(room=ROOM, dp_rank=0))
+        place.meetings.met(holder[0], PrefillFound(room=ROOM, dp_rank=0))
         await meeting.wait(1)
         await meeting.__aexit__(type(end) if end else None, end, None)
-        place.meetings.met(holder[0], Met(room=ROOM, error=Internal("late").info))
+        place.meetings.met(holder[0], PrefillFound(room=ROOM, error=Internal("late").info))
         assert told(holder[1]) == [code]
 
     asyncio.run(main())

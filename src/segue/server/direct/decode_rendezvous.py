@@ -1,5 +1,5 @@
-"""Decode's side of requests that a foreign router has posted in two legs (`server.direct.rooms` is
-prefill's).
+"""Decode's side of requests that a foreign router has posted in two legs
+(`server.direct.prefill_rendezvous` is prefill's).
 
 A meeting finds the prefill instance that has the other leg, among those that the registry lists, and tells it
 how the request ended. The request itself is placed on both leaders as a frontend does (`fleet`).
@@ -26,18 +26,18 @@ from segue.kv import (
     SegueError,
 )
 from segue.kv.session import is_loopback
-from segue.server.direct.rooms import MEET_S
+from segue.server.direct.prefill_rendezvous import MEET_S
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.replica import Replica
 from segue.server.frontend.backend import Generation
 from segue.server.frontend.legs import Bootstrap, RetainedTicket
-from segue.server.messages.control import Meet, Met, Over
+from segue.server.messages.control import Done, FindPrefill, PrefillFound
 
 #: How long prefill may take to appear in the registry's list, or to be connected with.
 FIND_S = 2.0
 
 
-class Meetings:
+class DecodeRendezvous:
     """The meetings of one decode door; what prefill doors say reaches them
     (`server.fleet.membership.Door`)."""
 
@@ -66,7 +66,7 @@ class Meetings:
         if self._open.get(meeting.room) is meeting:
             del self._open[meeting.room]
 
-    def met(self, replica: Replica, message: Met) -> None:
+    def met(self, replica: Replica, message: PrefillFound) -> None:
         """See `Door`."""
         if (meeting := self._open.get(message.room)) is not None:
             meeting.answered(replica, message)
@@ -85,7 +85,7 @@ class Meeting:
 
     def __init__(
         self,
-        meetings: Meetings,
+        meetings: DecodeRendezvous,
         fleet: Fleet,
         legs: Bootstrap | RetainedTicket,
         hint: int | None = None,
@@ -153,7 +153,7 @@ class Meeting:
         """Ask who has prefill's leg. Raises BootstrapUnreachable if the registry names no such instance."""
         loop = asyncio.get_running_loop()
         until = loop.time() + FIND_S
-        message = Meet(room=self.room, hint=self._hint, ticket=isinstance(self._legs, RetainedTicket))
+        message = FindPrefill(room=self.room, hint=self._hint, ticket=isinstance(self._legs, RetainedTicket))
         while not (found := self._candidates()):
             try:
                 async with asyncio.timeout_at(until):
@@ -192,7 +192,7 @@ class Meeting:
 
     # ---- what prefill's door says ---------------------------------------------------------------
 
-    def answered(self, replica: Replica, message: Met) -> None:
+    def answered(self, replica: Replica, message: PrefillFound) -> None:
         """The door of `replica` has the leg, or had it."""
         if self._over or replica not in self._asked:
             return  # once the leg is found its holder alone counts: another may say that it has no room
@@ -207,7 +207,7 @@ class Meeting:
         self._holder, self._dp_rank = replica, message.dp_rank
         for other in self._asked:
             if other is not replica:
-                _send(other, Over(room=self.room))
+                _send(other, Done(room=self.room))
         self._asked = [replica]
         self._news.set()
 
@@ -234,7 +234,7 @@ class Meeting:
         if isinstance(self._legs, RetainedTicket):
             return  # no leg waits for its end
         for replica in self._asked:
-            _send(replica, Over(room=self.room, error=error))
+            _send(replica, Done(room=self.room, error=error))
 
     # ---- the backend of this request ------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class _Watched:
         await self._outputs.deliver(seen)
 
 
-def _send(replica: Replica, message: Meet | Over) -> None:
+def _send(replica: Replica, message: FindPrefill | Done) -> None:
     if replica.session is not None:
         replica.session.send(message)
 
