@@ -1,1 +1,1 @@
-"""Side room: other engines and clusters."""
+"""Other engines and clusters."""

@@ -1,1 +1,1 @@
-"""Floor 1, pure: where KV lies, and which bytes move where."""
+"""Where KV lies, and which bytes move where. Pure."""

@@ -1,7 +1,7 @@
 """The face of the protocol: what goes into an `Exchange` and what comes out.
 
 `Exchange` (in `exchange.py`) holds every hand-off of one leader: `handle(event, now) -> effects`.
-It does no I/O. The room `conn` carries out the effects in production, the simulator in tests.
+It does no I/O. `kv.manager` carries out the effects in production, the simulator in tests.
 A `rank` is always one of our own replica: an index into `LeaderInfo.ranks`. Each effect that names one is
 for that rank alone, and only its answer counts. Times are absolute seconds of the caller's monotonic clock.
 """

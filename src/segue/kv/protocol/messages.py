@@ -1,6 +1,6 @@
 """The messages of a hand-off between a prefill leader (P) and a decode leader (D).
 
-They travel over one authenticated, ordered session per pair of leaders (room `session`), whose
+They travel over one authenticated, ordered session per pair of leaders (`kv.session`), whose
 own frames (handshake, keepalive) are not here. Every message is frozen, tagged and versioned by
 `HANDOFF_VERSION`, which is compared when the session opens.
 """

@@ -1,1 +1,1 @@
-"""Floor 2: moves bytes from registered memory into a peer's registered memory. Knows no protocol."""
+"""Moves bytes from registered memory into a peer's registered memory. Knows no protocol."""

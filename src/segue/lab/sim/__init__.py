@@ -1,1 +1,1 @@
-"""Side room: the deterministic simulator."""
+"""The deterministic simulator."""

@@ -1,1 +1,1 @@
-"""Floor 1, pure: which replica gets a request. One small class per policy, one method each."""
+"""Which replica gets a request. One small class per policy, one method each. Pure."""

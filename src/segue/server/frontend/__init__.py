@@ -1,1 +1,1 @@
-"""Floor 5: the HTTP server. OpenAI's API in, token ids to the fleet, text out."""
+"""The HTTP server. OpenAI's API in, token ids to the fleet, text out."""

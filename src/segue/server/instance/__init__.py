@@ -1,1 +1,1 @@
-"""Floor 5: processes: leader loop, rank workers, supervisor."""
+"""One process of an instance: the leader's loop, its sessions, its rank workers, its roles."""

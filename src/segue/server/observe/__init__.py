@@ -1,1 +1,1 @@
-"""Side room: metrics, timelines."""
+"""Metrics, timelines."""

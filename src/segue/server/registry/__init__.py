@@ -1,1 +1,1 @@
-"""Floor 2: the registry. Who is there, at which address, in which incarnation."""
+"""The registry. Who is there, at which address, in which incarnation."""

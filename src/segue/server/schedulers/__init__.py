@@ -1,1 +1,1 @@
-"""Floor 4, pure: what prefill and decode do with a request, queue by queue."""
+"""What prefill and decode do with a request, queue by queue. Pure."""
