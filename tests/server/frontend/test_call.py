@@ -12,7 +12,7 @@ import pytest
 from conftest import Wire, cycle_over
 from segue.kv.errors import AbortedByClient, Internal, OutOfCapacity, RequestTooLarge, SegueError
 from segue.server.frontend.http_call import HttpCall
-from segue.server.frontend.request_memory import MemoryBudget, RequestMemory
+from segue.server.frontend.request_memory import SMALL_BYTES, MemoryBudget, RequestMemory
 from segue.server.http.http_exchange import EXCHANGE, HttpExchange
 
 PIECES = [b"x" * 6, b"y" * 6, b"z" * 6]
@@ -72,6 +72,43 @@ def test_a_body_that_has_come_already_is_taken_as_it_is(limit_bytes: int, fits: 
                 await reading
 
     asyncio.run(main())
+
+
+def test_of_all_large_bodies_one_piece_is_taken_in_a_round_of_the_loop() -> None:
+    """Else 80 clients that send without a pause are all read before anybody's next token."""
+    clients, pieces, piece = 20, 16, b"x" * SMALL_BYTES
+    taken = rounds = 0
+    most = 0
+
+    async def main() -> None:
+        nonlocal rounds, most
+        budget = MemoryBudget(clients * pieces * len(piece) * 2)
+
+        async def body() -> bytes:
+            left = pieces
+
+            async def receive() -> dict[str, Any]:
+                nonlocal left, taken
+                left -= 1
+                taken += 1
+                return {"type": "http.request", "body": piece, "more_body": left > 0}
+
+            call = called(HttpExchange(cycle_over(Wire())), receive)
+            return await call.body(2**30, RequestMemory(budget), timeout_s=60)
+
+        bodies = [asyncio.ensure_future(body()) for _ in range(clients)]
+        await asyncio.sleep(0)  # each takes what is no large body yet
+        before = taken
+        while not all(task.done() for task in bodies):
+            await asyncio.sleep(0)
+            rounds += 1
+            most, before = max(most, taken - before), taken
+        assert {len(await task) for task in bodies} == {pieces * len(piece)}
+
+    asyncio.run(main())
+    assert taken == clients * pieces
+    assert most <= 2, "the small beginning of a body, and one piece"
+    assert rounds >= clients * (pieces - 2)
 
 
 def test_a_call_that_is_over_leaves_nothing_to_the_garbage_collector() -> None:

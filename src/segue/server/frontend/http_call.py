@@ -15,7 +15,7 @@ import msgspec
 from segue.engine.request import Wait
 from segue.kv import AbortedByClient, RequestTimeout, RequestTooLarge, SegueError
 from segue.server.frontend.problems import body_of
-from segue.server.frontend.request_memory import MemoryBudget, RequestMemory
+from segue.server.frontend.request_memory import SMALL_BYTES, MemoryBudget, RequestMemory
 from segue.server.frontend.trace_context import NO_TRACE
 from segue.server.http.http_exchange import EXCHANGE, Header, HttpExchange
 
@@ -109,6 +109,8 @@ class HttpCall:
                         held.set(0)
                     if not message.get("more_body", False) or seen > 8 * limit_bytes:
                         break
+                    if seen > SMALL_BYTES:
+                        await held.turn()
         except TimeoutError:
             raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
         if seen > limit_bytes:

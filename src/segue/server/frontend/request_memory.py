@@ -7,6 +7,7 @@ needs more is refused (429), and no other.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 from segue.kv import OutOfCapacity, RequestTooLarge
@@ -38,6 +39,14 @@ class MemoryBudget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self._turn = asyncio.Lock()
+
+    async def turn(self) -> None:
+        """Until it is this body's turn to be read on. In one round of the event loop one large body gets
+        one piece: what else the loop has to do, tokens of streams among it, waits for that piece alone and
+        not for one of each connection."""
+        async with self._turn:
+            await asyncio.sleep(0)
 
     def take(self, nbytes: int, *, small: bool) -> None:
         """Count `nbytes` more. Raises OutOfCapacity if they do not fit."""
@@ -63,6 +72,10 @@ class RequestMemory:
         """Keep `nbytes` more. Raises OutOfCapacity."""
         self._budget.take(nbytes, small=self.nbytes + nbytes <= SMALL_BYTES)
         self.nbytes += nbytes
+
+    async def turn(self) -> None:
+        """As `MemoryBudget.turn`."""
+        await self._budget.turn()
 
     def set(self, nbytes: int) -> None:
         """Keep `nbytes` in all from now on. Raises OutOfCapacity."""
