@@ -224,10 +224,10 @@ def test_an_instance_turns_only_once_nothing_is_left_of_its_role_and_only_if_it_
         if leaving:
             made._stop.set()
         made._turn(made._in_role(Role.PREFILL), load(**said))
-        assert (made.follows is not None) is turns
+        assert (made.next_config is not None) is turns
         assert [type(item) for item in inbox(made)] == [NextRole] * turns
-        if made.follows is not None:
-            assert (made.follows.role, made.follows.name) == (Role.PREFILL, None)
+        if made.next_config is not None:
+            assert (made.next_config.role, made.next_config.name) == (Role.PREFILL, None)
             with pytest.raises(Draining):
                 made._steer(SetDraining(draining=False))
 
@@ -237,7 +237,7 @@ def test_no_role_takes_the_memory_of_one_that_holds_something(left: str) -> None
     """Whatever has let its leader go: the pages may be written or read by others."""
     with instance() as made:
         made.scheduler.drain()
-        made.follows = made._in_role(Role.PREFILL)
+        made.next_config = made._in_role(Role.PREFILL)
         pool = made.scheduler.cache.pool
         if left == "a request":
             made.scheduler.admission.by_seq[1] = SimpleNamespace()  # type: ignore[assignment]
@@ -417,7 +417,7 @@ def test_the_other_ranks_leave_with_an_instance_unless_it_serves_on_in_another_r
         for name in ("workers", "companions", "_publisher"):
             close = partial(closed.append, name)
             setattr(made, name, SimpleNamespace(close=close, stop_listening=keeps_no_listener))
-        made.follows = made.config if switched else None
+        made.next_config = made.config if switched else None
         made.failure = Internal("a bug") if failed else None
         made.close()
         assert closed == [*(["workers", "companions"] if left else ["no listener"]), "_publisher"]
@@ -459,7 +459,7 @@ class Life:
         self.config, self.engine, self.memory = config, engine, memory
         self.me = me or ME
         self.steps: list[str] = []
-        self.follows: InstanceConfig | None = None
+        self.next_config: InstanceConfig | None = None
         self.failure: SegueError | None = None
         self.during: Callable[[], object] = lambda: None
         records = SimpleNamespace(records=object())
@@ -475,7 +475,7 @@ class Life:
     def run(self) -> None:
         self.steps.append("run")
         if Life.switches:
-            self.follows = Life.switches.pop(0)
+            self.next_config = Life.switches.pop(0)
         self.during()
 
     def close(self) -> None:

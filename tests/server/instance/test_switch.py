@@ -311,7 +311,7 @@ def test_a_switch_waits_for_what_is_there_and_resume_ends_it(capsys: pytest.Capt
         assert len(made.front.tokens("next")) == 4
         made.assert_comes_to_rest()
         assert d.leader.running
-        assert d.follows is None
+        assert d.next_config is None
 
 
 def test_an_instance_that_was_resumed_after_its_drain_does_not_turn(
@@ -375,7 +375,7 @@ def test_a_resume_and_a_request_after_the_last_look_keep_an_instance_in_its_role
         until(lambda: load_of(d).pages["used"] > 0)
         made.front.submit("next", [1, 2, 3], p, d)
         assert len(made.front.tokens("next")) == 4
-        assert d.follows is None
+        assert d.next_config is None
         made.front.cancel("held", d)
         made.assert_comes_to_rest()
         assert d.leader.running

@@ -155,7 +155,7 @@ class Instance:
         #: What clients of the HTTP door must show, if there are any.
         self._keys = ApiKeys(read_keys(config.access), config.access.prefix_cache_sharing)
         #: What this process serves with once `run` has returned, if it was switched.
-        self.follows: InstanceConfig | None = None
+        self.next_config: InstanceConfig | None = None
         #: Why this instance leaves, if something failed that it cannot be without.
         self.failure: SegueError | None = None
 
@@ -225,7 +225,7 @@ class Instance:
         self.leader.inbox.put(Inspect(look))
 
     def _steer(self, order: SetDraining | Switch) -> None:
-        if self._stop.is_set() or self.follows is not None:
+        if self._stop.is_set() or self.next_config is not None:
             raise Draining(f"{self.config.label} {self.me} is leaving")
         if isinstance(order, Switch):
             config = self._in_role(order.role)
@@ -245,13 +245,13 @@ class Instance:
         return dataclasses.replace(self.config, role=role, name=None)
 
     def _turn(self, config: InstanceConfig, load: Load) -> None:
-        if load.drained and not self._sights.held and not self._stop.is_set() and self.follows is None:
+        if load.drained and not self._sights.held and not self._stop.is_set() and self.next_config is None:
             # Now, so that nobody resumes it any more. If somebody did before, its leader refuses.
-            self.follows = config
+            self.next_config = config
             self.leader.inbox.put(NextRole(lambda: self.plane.io.post(self._stays)))
 
     def _stays(self) -> None:
-        self.follows = None
+        self.next_config = None
 
     # ---- life --------------------------------------------------------------------------------
 
@@ -411,10 +411,10 @@ class Instance:
         """Serve on this thread until drained. Fails if the next role would take memory in which others may
         still write or read."""
         self.leader.run()
-        if self.follows is not None and not self.scheduler.drained:
+        if self.next_config is not None and not self.scheduler.drained:
             left = {**self.scheduler.sizes(), **self.scheduler.load().pages}
             self.failure = self.failure or Internal(
-                f"{self.config.label} {self.me} cannot become {self.follows.role} and leaves: it holds {left}"
+                f"{self.config.label} {self.me} cannot become {self.next_config.role} and leaves: it holds {left}"
             )
             log.error("leaving: %s", self.failure)
 
@@ -449,7 +449,7 @@ class Instance:
                 self.plane.io.call(self._leave(self._registry), 2 * self.limits.connect_s)
         finally:
             (self.manager or self.plane).close()
-            if self.follows is None or self.failure is not None:
+            if self.next_config is None or self.failure is not None:
                 if self.workers is not None:
                     self.workers.close()
                 if self.companions is not None:

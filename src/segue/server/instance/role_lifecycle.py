@@ -63,11 +63,11 @@ class RoleLifecycle:
                 instance.run()
             finally:
                 instance.close()
-            follows = instance.follows
-            if follows is None or instance.failure is not None:
+            config = instance.next_config
+            if config is None or instance.failure is not None:
                 return
-            me = LeaderId(successor(instance.me.incarnation, follows.role), instance.me.dp_rank)
-            self.instance = self._made(follows, me)
+            me = LeaderId(successor(instance.me.incarnation, config.role), instance.me.dp_rank)
+            self.instance = self._made(config, me)
             # What happened to requests is still asked for.
             self.instance.scheduler.admission.records = instance.scheduler.admission.records
             # The collector was told to keep what the first role needed.
@@ -95,9 +95,9 @@ def run_instance(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     spans = traces(os.environ, f"segue-{config.role}")
     replica = open_replica(config)
-    turns = RoleLifecycle(config, replica)
+    lifecycle = RoleLifecycle(config, replica)
     if spans is not None:
-        turns.instance.scheduler.admission.records.heard = spans.heard
+        lifecycle.instance.scheduler.admission.records.heard = spans.heard
     gc.collect()
     gc.freeze()
     signals = 0
@@ -107,7 +107,7 @@ def run_instance(
         signals += 1
         if signals > 1 and not supervised:
             os._exit(128 + number)
-        turns.drain()
+        lifecycle.drain()
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -122,7 +122,7 @@ def run_instance(
         log.info("serving role=%s leader=%s address=%s:%d", role, instance.me, host, port)
 
     try:
-        turns.run(ready)
+        lifecycle.run(ready)
     finally:
         if replica.engine.formats is not None:
             replica.engine.formats.close()
@@ -130,4 +130,4 @@ def run_instance(
             spans.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return 0 if turns.instance.failure is None else 1
+    return 0 if lifecycle.instance.failure is None else 1
