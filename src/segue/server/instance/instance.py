@@ -413,8 +413,9 @@ class Instance:
         self.leader.run()
         if self.next_config is not None and not self.scheduler.drained:
             left = {**self.scheduler.sizes(), **self.scheduler.load().pages}
+            role = self.next_config.role
             self.failure = self.failure or Internal(
-                f"{self.config.label} {self.me} cannot become {self.next_config.role} and leaves: it holds {left}"
+                f"{self.config.label} {self.me} cannot become {role} and leaves: it holds {left}"
             )
             log.error("leaving: %s", self.failure)
 
