@@ -84,7 +84,7 @@ class _Kept(msgspec.Struct, frozen=True):
     result: _GrantedLease
 
 
-class _Done(msgspec.Struct, frozen=True):
+class _TxnResult(msgspec.Struct, frozen=True):
     succeeded: bool = False
 
 
@@ -179,7 +179,7 @@ class Etcd:
             "mod_revision": str(known.mod_revision),
         }
         data = await self._ask("kv/txn", compare=[same], success=[{"request_put": write}])
-        return _decode(data, _Done).succeeded
+        return _decode(data, _TxnResult).succeeded
 
     async def grant(self, ttl_s: int) -> int:
         """A new lease; etcd may make it longer than `ttl_s`."""
