@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from segue.engine.cpu.cpu_engine import CpuEngine, load_engine
-from segue.engine.cpu.cpu_forward import CpuForward
+from segue.engine.cpu.cpu_forward import CpuForward, load_engine
 from segue.engine.cpu.cpu_fused import FusedNorm
 from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.replica_engine import ReplicaEngine
 from segue.engine.request import SamplingParams
 
 REQUIRED = ("products", "attention", "norms", "activation", "sampling")
@@ -41,7 +41,7 @@ CASES = {
 Part = Callable[[], object]
 
 
-def step_of(engine: CpuEngine, batch: int, rows: int, context: int, first_page: int = 0) -> Part:
+def step_of(engine: ReplicaEngine, batch: int, rows: int, context: int, first_page: int = 0) -> Part:
     """A step of `batch` sequences of `rows` new tokens each; the pool holds noise before them."""
     draw = random.Random(0)
     each = -(-context // engine.spec.page_tokens)
@@ -68,12 +68,13 @@ def median_s(call: Part, count: int) -> float:
     return statistics.median(times)
 
 
-def parts_of(engine: CpuEngine, batch: int, rows: int, context: int) -> dict[str, Part]:
+def parts_of(engine: ReplicaEngine, batch: int, rows: int, context: int) -> dict[str, Part]:
     """Every part of a step, each over all layers."""
-    assert isinstance(engine._forward, CpuForward)
-    model = engine._forward.loaded.model
+    forward = engine._forward
+    assert isinstance(forward, CpuForward)
+    assert forward.head is not None
+    model, head = forward.loaded.model, forward.head._product
     layers = list(model.model.layers)
-    head = engine._head._product
     n, (hidden, inner) = (
         batch * rows,
         (layers[0].input_norm.size, model.config.intermediate_size),
@@ -138,7 +139,7 @@ def parts_of(engine: CpuEngine, batch: int, rows: int, context: int) -> dict[str
     }
 
 
-def measure(engine: CpuEngine, name: str, rounds: int) -> dict[str, object]:
+def measure(engine: ReplicaEngine, name: str, rounds: int) -> dict[str, object]:
     batch, rows, context = CASES[name]
     calls = {"step": step_of(engine, batch, rows, context), **parts_of(engine, batch, rows, context)}
     times: dict[str, list[float]] = {key: [] for key in calls}

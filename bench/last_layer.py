@@ -12,8 +12,7 @@ import statistics
 import time
 
 from recorded import commit
-from segue.engine.cpu.cpu_engine import load_engine
-from segue.engine.cpu.cpu_forward import CpuForward
+from segue.engine.cpu.cpu_forward import CpuForward, load_engine
 from segue.engine.cpu.cpu_fused import FusedLayer
 from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.models.model_store import resolve_model

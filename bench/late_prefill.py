@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 
 from segue.cli.main import main
-from segue.engine.cpu.cpu_engine import CpuEngine
 from segue.engine.engine_api import OnStored, SequenceStep, StepHandle
+from segue.engine.replica_engine import ReplicaEngine
 
-launch = CpuEngine.launch
+launch = ReplicaEngine.launch
 
 
 def late_or_not(
-    self: CpuEngine, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
+    self: ReplicaEngine, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
 ) -> StepHandle:
     return launch(self, steps, _nothing if steps[0].seq_id % 2 else on_stored, on_ready)
 
@@ -27,5 +27,5 @@ def _nothing(seq_ids: Collection[int], layers: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    CpuEngine.launch = late_or_not  # type: ignore[method-assign]
+    ReplicaEngine.launch = late_or_not  # type: ignore[method-assign]
     sys.exit(main())

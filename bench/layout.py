@@ -5,7 +5,7 @@ one thread, medians of interleaved rounds. Attention: one decode step of 16 sequ
 pages lie scattered, over all layers; in a page-major pool (all layers of a page in one run), in a
 layer-major one (all pages of a layer in one run, the one we have), and over K and V that are contiguous for
 each sequence. Copy: 32 scattered pages to 32 others, as `shm` copies them. With `--model`, also how many
-runs of pages a chunk of prefill attends one by one before it gathers them (`packing.MAX_RUNS`).
+runs of pages a chunk of prefill attends one by one before it gathers them (`cpu_views.MAX_RUNS`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 
 from recorded import commit
-from segue.engine import packing
-from segue.engine.cpu.cpu_engine import CpuEngine, load_engine
+from segue.engine.cpu import cpu_views
+from segue.engine.cpu.cpu_forward import load_engine
 from segue.engine.cpu.cpu_kernels import make_kernels
 from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.replica_engine import ReplicaEngine
 from segue.engine.request import SamplingParams
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE = 30, 9, 3, 64, 16
@@ -128,7 +129,7 @@ def copies(rounds: int) -> dict[str, float]:
     return medians_ms({"page-major": page_major, "layer-major": layer_major}, rounds)
 
 
-def runs(engine: CpuEngine, rounds: int) -> dict[str, dict[str, float]]:
+def runs(engine: ReplicaEngine, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a step of CHUNK tokens after PREFIX others, whose pages lie in so many runs:
     attended run by run, and gathered."""
     engine.open(0, [1], SamplingParams(temperature=0.0))
@@ -141,11 +142,11 @@ def runs(engine: CpuEngine, rounds: int) -> dict[str, dict[str, float]]:
         step = [SequenceStep(0, list(range(1000, 1000 + CHUNK)), PREFIX, pages, False)]
 
         def stepped(most: int, step: list[SequenceStep] = step) -> None:
-            kept, packing.MAX_RUNS = packing.MAX_RUNS, most
+            kept, cpu_views.MAX_RUNS = cpu_views.MAX_RUNS, most
             try:
                 run_step(engine, step)
             finally:
-                packing.MAX_RUNS = kept
+                cpu_views.MAX_RUNS = kept
 
         calls: dict[str, Part] = {
             "run by run": lambda stepped=stepped: stepped(99),  # type: ignore[misc]

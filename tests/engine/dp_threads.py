@@ -6,11 +6,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-from segue.engine.cpu.cpu_engine import make_engine
 from segue.engine.cpu.cpu_forward import load_forward
 from segue.engine.engine_api import run_step
 from segue.engine.ranks.dp_forward import DpForward
 from segue.engine.ranks.dp_group import DpGroup
+from segue.engine.replica_engine import make_engine
 from segue.kv.errors import SegueError
 from segue.server.supervisor.dp_rank_processes import star
 

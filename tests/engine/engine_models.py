@@ -20,7 +20,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.cpu.cpu_forward import load_engine
 from segue.engine.engine_api import SequenceResult, SequenceStep, run_step
 from segue.engine.request import SamplingParams
 from segue.kv.protocol.messages import TokenLogprob

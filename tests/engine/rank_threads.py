@@ -7,11 +7,11 @@ from datetime import timedelta
 
 from torch.distributed import HashStore
 
-from segue.engine.cpu.cpu_engine import make_engine
 from segue.engine.cpu.cpu_forward import load_forward
 from segue.engine.ranks.collectives import join
 from segue.engine.ranks.parallel_replica import RanksForward, serve_rank
 from segue.engine.ranks.pipe import Pipe
+from segue.engine.replica_engine import make_engine
 
 
 def load_ranks(folder, size, exchange_s=60.0):

@@ -19,7 +19,7 @@ from engine_models import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.cpu.cpu_forward import load_engine
 from segue.engine.cpu.cpu_fused import Head, PlainProduct
 from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.models.model_fingerprint import fingerprint

@@ -234,6 +234,17 @@ def face_faults(source: Source) -> list[str]:
     ]
 
 
+def device_faults(source: Source) -> list[str]:
+    """Imports of the CPU forward by the rest of the engine: an engine of another device needs that, too."""
+    if source.package != "engine" or source.name.startswith("segue.engine.cpu."):
+        return []
+    return [
+        f"{source.name} imports {module}, which is for CPUs alone"
+        for module in sorted(set(imported_modules(source)))
+        if module.startswith("segue.engine.cpu") and _is_module(module)
+    ]
+
+
 def purity_faults(source: Source) -> list[str]:
     if source.package not in PURE and source.name not in PURE_MODULES:
         return []

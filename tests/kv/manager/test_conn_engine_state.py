@@ -12,8 +12,8 @@ from test_conn_checksums import Hook
 from test_conn_own_memory import handing_over
 from test_manager import Side, begin
 
-from segue.engine.cpu.cpu_engine import CpuEngine
 from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.replica_engine import ReplicaEngine
 from segue.engine.request import SamplingParams
 from segue.kv.errors import ErrorCode
 from segue.kv.ids import KVPoll, Span, TransferId
@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return lambda family: save_model(tmp_path_factory.mktemp(family), family)
 
 
-def engines(folder: Path, dtype: str) -> tuple[CpuEngine, CpuEngine]:
+def engines(folder: Path, dtype: str) -> tuple[ReplicaEngine, ReplicaEngine]:
     made = [engine_for(folder, GreedySampler(), dtype, page_tokens=size) for size in (16, 8)]
     for engine in made:
         engine.open(1, PROMPT, SamplingParams(temperature=0.0))
@@ -40,14 +40,14 @@ def engines(folder: Path, dtype: str) -> tuple[CpuEngine, CpuEngine]:
 
 
 def step(
-    engine: CpuEngine, tokens: list[int], start: int, pages: list[int], slot: int, sample: bool = True
+    engine: ReplicaEngine, tokens: list[int], start: int, pages: list[int], slot: int, sample: bool = True
 ) -> int:
     results = run_step(engine, [SequenceStep(1, tokens, start, pages, sample, slot)])
     assert all(result.error is None for result in results)
     return int(results[0].token or 0) if sample else -1
 
 
-def send(engine: CpuEngine, near: Side, far: Side) -> tuple[TransferId, list, int]:
+def send(engine: ReplicaEngine, near: Side, far: Side) -> tuple[TransferId, list, int]:
     """Compute the prompt chunk by chunk and send each; both handles, and the first token."""
     transfer, sender, receiver = begin(near, far, len(PROMPT))
     receiver.send_metadata(THERE, slot=TO_SLOT)

@@ -14,7 +14,7 @@ import torch
 from engine_models import VOCAB, generate, save_model
 from killable import Cluster, cluster, save_tokenizer
 
-from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.cpu.cpu_forward import load_engine
 from segue.engine.engine_api import Engine
 from segue.kv.ids import Role
 from segue.kv.transport.memory.pool_memory import Memory

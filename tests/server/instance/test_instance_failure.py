@@ -129,7 +129,7 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
     closed: list[str] = []
     formats = SimpleNamespace(close=lambda: closed.append("formats"))
     engine = SimpleNamespace(memory=None, formats=formats)
-    monkeypatch.setattr("segue.engine.cpu.cpu_engine.load_engine", lambda *_, **__: engine)
+    monkeypatch.setattr("segue.engine.cpu.cpu_forward.load_engine", lambda *_, **__: engine)
     monkeypatch.setattr(module, "Instance", make)
     monkeypatch.setattr(module, "frozen_imports", contextlib.nullcontext)
     monkeypatch.setattr(module, "importlib", SimpleNamespace(import_module=lambda _: None))

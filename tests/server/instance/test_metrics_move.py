@@ -17,7 +17,7 @@ from deployment import Running
 from engine_models import VOCAB, save_model
 from killable import NAME, Cluster, cluster, save_tokenizer
 
-from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.cpu.cpu_forward import load_engine
 from segue.engine.engine_api import Engine
 from segue.kv.ids import Role
 from segue.kv.transport.memory.pool_memory import Memory

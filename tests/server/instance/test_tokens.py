@@ -13,7 +13,7 @@ import torch
 from deployment import Deployment, deployment, generates_only_with
 from engine_models import FAMILY_CONFIGS, VOCAB, generate, leads, save_model
 
-from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.cpu.cpu_forward import load_engine
 from segue.engine.engine_api import Engine
 from segue.engine.request import Usage
 from segue.kv.ids import Role

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from segue.engine.cpu.cpu_engine import CpuEngine, load_engine
+from segue.engine.cpu.cpu_forward import load_engine
 from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.replica_engine import ReplicaEngine
 from segue.engine.request import SamplingParams
 from segue.lab.advise.costs import ForwardWork, TimedForward, pairs
 
@@ -60,11 +61,11 @@ def _pool_bytes(folder: Path, dtype: str) -> int:
     return 2**29 if size is None else _TOKENS * size.token_bytes + 64 * size.state_bytes
 
 
-def _tokens(engine: CpuEngine, draw: random.Random, count: int) -> list[int]:
+def _tokens(engine: ReplicaEngine, draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(engine.info.vocab_size) for _ in range(count)]
 
 
-def _decode(engine: CpuEngine, draw: random.Random, count: int, length: int) -> list[SequenceStep]:
+def _decode(engine: ReplicaEngine, draw: random.Random, count: int, length: int) -> list[SequenceStep]:
     each = -(-length // engine.spec.page_tokens)
     return [
         SequenceStep(i, _tokens(engine, draw, 1), length - 1, list(range(i * each, (i + 1) * each)), True)
@@ -72,7 +73,7 @@ def _decode(engine: CpuEngine, draw: random.Random, count: int, length: int) -> 
     ]
 
 
-def _chunk(engine: CpuEngine, draw: random.Random, tokens: int, start: int) -> SequenceStep:
+def _chunk(engine: ReplicaEngine, draw: random.Random, tokens: int, start: int) -> SequenceStep:
     size = engine.spec.page_tokens
     first = 16 * 1024 // size
     pages = list(range(first, first + -(-(start + tokens) // size)))

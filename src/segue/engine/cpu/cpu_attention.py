@@ -8,24 +8,17 @@ pages. Several parts are merged by their log-sum-exp (Dao et al., FlashAttention
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from segue.engine.cpu.cpu_context import OtherRows
 from segue.engine.cpu.cpu_kernels import Kernels
 from segue.engine.cpu.cpu_state import StepState
+from segue.engine.cpu.cpu_views import View, singles_of, view_of
+from segue.engine.forward import Stored
 from segue.engine.kvpool import KVPool
-from segue.engine.packing import Packed, Segment, View
+from segue.engine.packing import Packed, Segment
 
 _flash = torch._scaled_dot_product_flash_attention_for_cpu
-
-
-class Stored(Protocol):
-    """Told once when KV and state of all layers of a step are in the pool; and before that, with their
-    number, when the KV of the first so many layers is."""
-
-    def __call__(self, layers: int | None = None) -> None: ...
 
 
 class StepContext:
@@ -38,6 +31,8 @@ class StepContext:
         "_only_singles",
         "_others",
         "_singles",
+        "_singles_at",
+        "_views",
         "kernels",
         "normed",
         "packed",
@@ -72,12 +67,14 @@ class StepContext:
         #: of a model that keeps one
         self.state = StepState(packed, pool)
         self._others = others
-        self._singles: tuple[int, ...] | None = None
-        singles = packed.singles
+        self._views: dict[int | None, list[tuple[Segment, View]]] = {}
+        self._singles_at: tuple[int, ...] | None = None
+        self._singles = singles = singles_of(packed.segments, pool.spec.page_tokens)
         self._only_singles = singles is not None and len(singles.at) == self.rows
         if singles is not None:
             arrays = (singles.at, singles.ends, singles.pages, singles.first_page)
-            self._singles = (*(array.ctypes.data for array in arrays), len(singles.at), pool.spec.page_tokens)
+            addresses = (array.ctypes.data for array in arrays)
+            self._singles_at = (*addresses, len(singles.at), pool.spec.page_tokens)
 
     def layer_stored(self, layers: int | None = None) -> None:
         """Another layer has what it keeps of the step in the pool; of KV so many `layers` have it now."""
@@ -95,10 +92,10 @@ class StepContext:
             self._others.fetch(layer, qkv)
         self.layer_stored(layer + 1)
         out = self._attended
-        if self._singles is not None:
+        if self._singles_at is not None:
             k_at, v_at = self.pool.layer_at[layer]
             self.kernels.attend(
-                qkv.data_ptr(), out.data_ptr(), k_at, v_at, *self._singles, window or 0, scale
+                qkv.data_ptr(), out.data_ptr(), k_at, v_at, *self._singles_at, window or 0, scale
             )
         if not self._only_singles:
             head_dim, kv_heads = self.pool.spec.shape.k_dim, self.pool.spec.head_count
@@ -106,11 +103,20 @@ class StepContext:
             heads = together.shape[1] - 2 * kv_heads
             query, key, value = torch.split(together, [heads, kv_heads, kv_heads], 1)
             by_head = out.view(self.rows, heads, head_dim)
-            for segment in self.packed.segments:
-                if segment.rows > 1:
-                    result = self._segment(segment, segment.views[window], layer, query, key, value, scale)
-                    by_head[segment.row : segment.row + segment.rows] = result
+            for segment, view in self._views_through(window):
+                result = self._segment(segment, view, layer, query, key, value, scale)
+                by_head[segment.row : segment.row + segment.rows] = result
         return out
+
+    def _views_through(self, window: int | None) -> list[tuple[Segment, View]]:
+        """The sequences of several rows, and what the layers with this window see of each."""
+        found = self._views.get(window)
+        if found is None:
+            several = [segment for segment in self.packed.segments if segment.rows > 1]
+            found = self._views[window] = [
+                (segment, view_of(segment, self.pool, window)) for segment in several
+            ]
+        return found
 
     def _segment(
         self,

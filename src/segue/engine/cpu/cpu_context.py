@@ -7,7 +7,6 @@ hand-offs are those of one rank; time is divided, memory is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,14 +21,12 @@ from segue.engine.ranks.collectives import TensorGroup
 class OtherRows:
     """The rows of `whole` and who computes them; `own` is this rank's part, packed as a step of its own."""
 
-    def __init__(
-        self, whole: Packed, group: TensorGroup, pool: KVPool, windows: Sequence[int | None]
-    ) -> None:
+    def __init__(self, whole: Packed, group: TensorGroup, pool: KVPool) -> None:
         self._group = group
         self._pool = pool
         self._shares = [share(whole.rows, rank, group.size) for rank in range(group.size)]
         self._slots = [whole.slots[part.start : part.stop] for part in self._shares]
-        self.own = pack(_steps_of(whole, self._shares[group.rank]), {}, pool, windows)
+        self.own = pack(_steps_of(whole, self._shares[group.rank]), {}, pool.spec.page_tokens)
 
     def fetch(self, layer: int, qkv: torch.Tensor) -> None:
         """Put the K and V of all other rows into `layer` of the pool; those of ours, rotated, end each row of

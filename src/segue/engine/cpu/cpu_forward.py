@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import ctypes
+import platform
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from segue.engine.cpu.cpu_attention import StepContext, Stored
+from segue.engine.cpu.cpu_attention import StepContext
 from segue.engine.cpu.cpu_context import OtherRows
 from segue.engine.cpu.cpu_fused import Head, fuse
 from segue.engine.cpu.cpu_kernels import Kernels, make_kernels
-from segue.engine.cpu.cpu_memory import keep_freed_memory
 from segue.engine.engine_api import HostPages
+from segue.engine.forward import Stored
 from segue.engine.kvpool import HostKV, KVPool, make_pool
 from segue.engine.models.families import LoadedModel, load_model
 from segue.engine.models.model_fingerprint import fingerprint
@@ -24,38 +24,15 @@ from segue.engine.packing import Packed
 from segue.engine.ranks.collectives import ALONE, Place
 from segue.engine.ranks.experts import SharedExperts, share_experts
 from segue.engine.ranks.slicing import cut, part_of
+from segue.engine.replica_engine import ReplicaEngine, TokenSampler, make_engine
 from segue.kv import ConfigError, Internal, Memory
 
-
-class Forward(Protocol):
-    """The forward of a whole replica, as the engine that samples asks for it."""
-
-    @property
-    def pool(self) -> KVPool:
-        """The pool of the rank of this process."""
-        ...
-
-    def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
-        """The final hidden state of each row of a step, `[rows, hidden]`, after the model's last norm.
-        `stored` is told of the pools of all ranks; of several ranks only when all layers are there."""
-        ...
-
-    def along(self) -> None:
-        """Our part of a step in which other DP ranks alone have rows."""
-        ...
-
-    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostPages:
-        """See `Engine.copy_out`."""
-        ...
-
-    def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
-        """See `Engine.copy_in`."""
-        ...
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+_KEEP_BYTES = 2**30
 
 
 class CpuForward:
-    """`Forward` of the rank at `place` of the model with this `fingerprint`; `head` makes logits of what it
-    returns, on the rank that samples. Of `experts` some are on other DP ranks (`engine.ranks.dp_forward`)."""
+    """`RankForward` over torch on the CPU."""
 
     def __init__(
         self,
@@ -73,19 +50,17 @@ class CpuForward:
         self.pool = pool
         self.place = place
         self.experts = experts
-        self.windows = tuple(dict.fromkeys(loaded.windows))
         self._kernels = kernels
         self._norm = loaded.model.model.norm
         if place.pp is not None:
             loaded.model.model.norm = nn.Identity()  # of the last stage's rows, where they come back to
 
     def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
-        """See `Forward.run`; of a replica of several ranks `stored` is about this one's pool alone, and what
-        is returned is worth something on rank 0 only."""
+        """See `RankForward`."""
         group = self.place.cp
         if group is None or packed.rows < group.size:  # too few to share out: every rank computes them
             return self._through_stages(packed, stored, None)
-        others = OtherRows(packed, group, self.pool, self.windows)
+        others = OtherRows(packed, group, self.pool)
         return others.joined(self._through_stages(others.own, stored, others))
 
     def _through_stages(self, packed: Packed, stored: Stored, others: OtherRows | None) -> torch.Tensor:
@@ -139,21 +114,16 @@ def _nothing(layers: int | None = None) -> None:
     pass
 
 
-@contextlib.contextmanager
-def raised_at_end(stored: Stored) -> Iterator[Stored]:
-    """`stored` for a forward that other ranks compute with: they must not wait for who has stopped at an
-    error of a listener, so that is raised when the forward has ended."""
-    raised: list[Exception] = []
+def _keep_freed_memory() -> None:
+    """Let malloc keep what a step frees, for the next step.
 
-    def safely(layers: int | None = None) -> None:
-        try:
-            stored(layers)
-        except Exception as exc:  # raised below
-            raised.append(exc)
-
-    yield safely
-    if raised:
-        raise raised[0]
+    By default glibc gives blocks of megabytes (activations, logits) back to the kernel, and each
+    step pays for their page faults again. Other C libraries are left as they are.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
 
 
 def load_forward(
@@ -179,7 +149,7 @@ def load_forward(
     if threads < 1:
         raise ConfigError(f"--threads-per-worker must be at least 1, not {threads}")
     torch.set_num_threads(threads)
-    keep_freed_memory()
+    _keep_freed_memory()
     identity, size = fingerprint(folder), place.size
     with torch.inference_mode():
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -193,3 +163,33 @@ def load_forward(
     with step("kv_pool", f"gib={pool_bytes / 2**30:.2f} ranks={size.ranks}"):
         pool = make_pool(loaded.shape, parts, place.coord, place.rank, pool_bytes, page_tokens, memory)
     return CpuForward(identity, loaded, head, kernels, pool, place, experts)
+
+
+def load_engine(
+    folder: Path,
+    *,
+    dtype: str,
+    pool_bytes: int,
+    page_tokens: int = 16,
+    threads: int = 1,
+    memory: Memory | None = None,
+    sampler: TokenSampler | None = None,
+    send_layers: int = 0,
+    cache: str | Path | None = None,
+) -> ReplicaEngine:
+    """Load the model in `folder` (transformers configuration and safetensors) with a KV pool.
+
+    The pool takes at most `pool_bytes`, in `memory` if given, else in a new memfd. `threads` is
+    the number of cores torch uses in this process. `sampler` and `send_layers` as `make_engine`'s, `cache` as
+    `load_forward`'s. Raises ConfigError with what to change.
+    """
+    own = load_forward(
+        folder,
+        dtype=dtype,
+        pool_bytes=pool_bytes,
+        page_tokens=page_tokens,
+        threads=threads,
+        memory=memory,
+        cache=cache,
+    )
+    return make_engine(folder, own, own, sampler, send_layers)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from segue.engine.cpu.cpu_attention import Stored
-from segue.engine.cpu.cpu_forward import CpuForward, raised_at_end
 from segue.engine.engine_api import HostPages
+from segue.engine.forward import RankForward, Stored, raised_at_end
 from segue.engine.kvpool import HostKV, KVPool
 from segue.engine.packing import Packed
 from segue.engine.ranks.dp_group import DpGroup
@@ -19,7 +18,7 @@ class DpForward:
     """See the module's text: `Forward` for the engine, and `ExpertPeers` for the leader; `own` has this
     rank's layers."""
 
-    def __init__(self, own: CpuForward, group: DpGroup) -> None:
+    def __init__(self, own: RankForward, group: DpGroup) -> None:
         self._own = own
         self._group = group
         for experts in own.experts:

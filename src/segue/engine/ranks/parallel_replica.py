@@ -20,9 +20,8 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from segue.engine.cpu.cpu_attention import Stored
-from segue.engine.cpu.cpu_forward import CpuForward, raised_at_end
 from segue.engine.engine_api import HostPages, SequenceStep
+from segue.engine.forward import RankForward, Stored, raised_at_end
 from segue.engine.kvpool import HostKV, KVPool
 from segue.engine.packing import Packed, pack
 from segue.engine.ranks.collectives import STAGE_S, TIMEOUT_S
@@ -123,7 +122,7 @@ class RanksForward:
 
     def __init__(
         self,
-        own: CpuForward,
+        own: RankForward,
         workers: Sequence[Pipe],
         page_bytes: int,
         lost: Callable[[SegueError], None],
@@ -282,7 +281,7 @@ def _failure(rank: int, word: FailedWord) -> SegueError:
 # ---- the worker's side -------------------------------------------------------------------------------
 
 
-def serve_rank(pipe: Pipe, forward: CpuForward, told: Callable[[bytes], None]) -> None:
+def serve_rank(pipe: Pipe, forward: RankForward, told: Callable[[bytes], None]) -> None:
     """Carry out the leader's orders, on this thread, until it ends the pipe; `told` gets the words of
     `RanksForward.tell`. Raises what ends the rank, which the leader has been told."""
     copies: dict[int, HostKV] = {}
@@ -305,7 +304,7 @@ def serve_rank(pipe: Pipe, forward: CpuForward, told: Callable[[bytes], None]) -
 def _carry_out(
     body: bytes,
     number: int,
-    forward: CpuForward,
+    forward: RankForward,
     pipe: Pipe,
     copies: dict[int, HostKV],
     told: Callable[[bytes], None],
@@ -328,7 +327,7 @@ def _carry_out(
                     _say(pipe, StoredWord(number))
 
             with torch.inference_mode():
-                packed = pack(steps, {}, forward.pool, forward.windows)
+                packed = pack(steps, {}, forward.pool.spec.page_tokens)
                 forward.run(packed, stored)
         case other:
             try:

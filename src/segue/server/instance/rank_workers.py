@@ -196,7 +196,7 @@ def open_replica(config: InstanceConfig) -> OpenedReplica:
     if config.dp_fds is not None:
         return _opened_together(config, config.dp_fds, pool_bytes, folder, threads)
     if config.size.ranks == 1:
-        from segue.engine.cpu.cpu_engine import load_engine
+        from segue.engine.cpu.cpu_forward import load_engine
 
         engine = load_engine(
             folder,
@@ -222,10 +222,10 @@ def _opened_together(
 ) -> OpenedReplica:
     """One of the DP ranks that share out the experts; it waits until all have loaded."""
     check_experts(folder, config.dp)
-    from segue.engine.cpu.cpu_engine import make_engine
     from segue.engine.cpu.cpu_forward import load_forward
     from segue.engine.ranks.dp_forward import DpForward
     from segue.engine.ranks.dp_group import DpGroup
+    from segue.engine.replica_engine import make_engine
 
     rank = config.dp_rank or 0
     own = load_forward(
@@ -250,10 +250,10 @@ def _opened_together(
 def _loaded(
     config: InstanceConfig, pool_bytes: int, folder: Path, threads: int, workers: Workers
 ) -> tuple[Engine, Memory]:
-    from segue.engine.cpu.cpu_engine import make_engine
     from segue.engine.cpu.cpu_forward import load_forward
     from segue.engine.ranks.collectives import join, meeting_point
     from segue.engine.ranks.parallel_replica import RanksForward
+    from segue.engine.replica_engine import make_engine
 
     store = meeting_point()
     workers.set_up(config, pool_bytes, store.port)

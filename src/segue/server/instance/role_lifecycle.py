@@ -90,7 +90,7 @@ def run_instance(
     with frozen_imports(), step("imports", "modules=torch,transformers"):
         # Most of it is imported by transformers only while it loads a model: here it costs less.
         importlib.import_module("transformers.modeling_utils")
-        importlib.import_module("segue.engine.cpu.cpu_engine")
+        importlib.import_module("segue.engine.cpu.cpu_forward")
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     spans = traces(os.environ, f"segue-{config.role}")

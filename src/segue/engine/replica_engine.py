@@ -1,4 +1,5 @@
-"""The engine of one replica: the forward of its ranks, its paged pool and the sampler behind `Engine`."""
+"""The engine of one replica: its open sequences, the checks of each step, its errors and the sampler, around
+a forward that computes. It knows nothing of the device."""
 
 from __future__ import annotations
 
@@ -11,8 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from segue.engine.cpu.cpu_forward import CpuForward, Forward, load_forward
-from segue.engine.cpu.cpu_fused import Head
 from segue.engine.engine_api import (
     Formats,
     HostPages,
@@ -22,6 +21,7 @@ from segue.engine.engine_api import (
     SequenceStep,
     StepHandle,
 )
+from segue.engine.forward import Forward, OutputHead, RankForward
 from segue.engine.models.progress import step
 from segue.engine.packing import Packed, Segment, StepLimits, check, pack
 from segue.engine.request import SamplingParams
@@ -78,17 +78,16 @@ class _Running:
         return self.results.done()
 
 
-class CpuEngine:
-    """`Engine` over torch on the CPU. Forwards run on a thread of its own, one after the other: what concerns
-    other sequences need not wait for them. With `send_layers` the KV of so many layers at a time is told of
-    while a forward computes the next ones."""
+class ReplicaEngine:
+    """`Engine` over a forward. Forwards run on a thread of its own, one after the other: what concerns other
+    sequences need not wait for them. With `send_layers` the KV of so many layers at a time is told of while a
+    forward computes the next ones."""
 
     def __init__(
         self,
         info: ModelInfo,
         forward: Forward,
-        windows: Sequence[int | None],
-        head: Head,
+        head: OutputHead,
         sampler: TokenSampler,
         send_layers: int = 0,
         formats: Formats | None = None,
@@ -102,7 +101,6 @@ class CpuEngine:
         self._sampler = sampler
         self._forward = forward
         self._head = head
-        self._windows = windows
         self._limits = StepLimits(
             vocab_size=info.vocab_size,
             context_tokens=info.context_tokens,
@@ -164,7 +162,7 @@ class CpuEngine:
         if len(errors) == len(steps):
             return results
         with torch.inference_mode():
-            packed = pack(steps, errors, self._pool, self._windows)
+            packed = pack(steps, errors, self._limits.page_tokens)
             packed = replace(packed, wanted=self._wanted(packed))
             stored = partial(self._stored, on_stored, [segment.step.seq_id for segment in packed.segments])
             hidden = self._forward.run(packed, stored)
@@ -241,42 +239,16 @@ class CpuEngine:
         return SequenceResult(step.seq_id, prompt_logprobs=entries)
 
 
-def load_engine(
+def make_engine(
     folder: Path,
-    *,
-    dtype: str,
-    pool_bytes: int,
-    page_tokens: int = 16,
-    threads: int = 1,
-    memory: Memory | None = None,
+    own: RankForward,
+    forward: Forward,
     sampler: TokenSampler | None = None,
     send_layers: int = 0,
-    cache: str | Path | None = None,
-) -> CpuEngine:
-    """Load the model in `folder` (transformers configuration and safetensors) with a KV pool.
-
-    The pool takes at most `pool_bytes`, in `memory` if given, else in a new memfd. `threads` is
-    the number of cores torch uses in this process. `sampler` replaces segue's own (tests and
-    benchmarks of the forward alone); `send_layers` as `CpuEngine`'s, `cache` as `load_forward`'s. Raises
-    ConfigError with what to change.
-    """
-    own = load_forward(
-        folder,
-        dtype=dtype,
-        pool_bytes=pool_bytes,
-        page_tokens=page_tokens,
-        threads=threads,
-        memory=memory,
-        cache=cache,
-    )
-    return make_engine(folder, own, own, sampler, send_layers)
-
-
-def make_engine(
-    folder: Path, own: CpuForward, forward: Forward, sampler: TokenSampler | None = None, send_layers: int = 0
-) -> CpuEngine:
-    """The engine over `forward`, of which `own` is the part of this process; arguments as `load_engine`'s and
-    `CpuEngine`'s."""
+) -> ReplicaEngine:
+    """The engine of the model in `folder` over `forward`, of which `own` is the part of this process.
+    `sampler` replaces segue's own (tests and benchmarks of the forward alone); `send_layers` as
+    `ReplicaEngine`'s."""
     loaded = own.loaded
     if own.head is None:
         raise Internal(f"rank {own.place.rank} does not sample")
@@ -295,7 +267,7 @@ def make_engine(
         with step("tokenizer"):
             formats = _grammars(folder, info)
         sampler = Sampler(info.vocab_size, info.eos_token_ids, formats)
-    return CpuEngine(info, forward, own.windows, own.head, sampler, send_layers, formats)
+    return ReplicaEngine(info, forward, own.head, sampler, send_layers, formats)
 
 
 def _grammars(folder: Path, info: ModelInfo) -> GrammarCompiler | None:
