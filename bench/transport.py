@@ -40,7 +40,7 @@ from segue.kv.ids import Incarnation, LeaderId, RankId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import whole_pages
 from segue.kv.layout.spec import KVShape, PoolSpec
-from segue.kv.session.tls import Tls, load
+from segue.kv.session.tls import Tls, load_tls
 from segue.kv.transport.base import Endpoint, EventSink, Transport, TransportEvent, Written
 from segue.kv.transport.memory.pool_memory import Memory, allocate
 from segue.kv.transport.options import TransportOptions
@@ -239,7 +239,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 def tls_of(folder: str) -> Tls | None:
     """The contexts of the files that `make_tls` has put into `folder`."""
-    return load(*(f"{folder}/{part}.pem" for part in ("cert", "key", "ca"))) if folder else None
+    return load_tls(*(f"{folder}/{part}.pem" for part in ("cert", "key", "ca"))) if folder else None
 
 
 def make_tls(folder: str) -> None:

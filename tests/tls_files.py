@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trustme
 
-from segue.kv.session.tls import Tls, load
+from segue.kv.session.tls import Tls, load_tls
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class TlsFiles:
     ca: Path
 
     def load(self) -> Tls:
-        return load(str(self.cert), str(self.key), str(self.ca))
+        return load_tls(str(self.cert), str(self.key), str(self.ca))
 
     def flags(self) -> list[str]:
         return ["--tls-cert", str(self.cert), "--tls-key", str(self.key), "--tls-ca", str(self.ca)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -341,19 +342,62 @@ def markup_faults(source: Source) -> list[str]:
 
 
 def docstring_faults(source: Source) -> list[str]:
-    """Public classes and functions of a module without a docstring.
-
-    The leaves of the error tree are described in one drawing at the top of their module.
-    """
+    """Public classes and functions of a module without a docstring."""
     faults = []
     for node in source.tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         if node.name.startswith("_") or ast.get_docstring(node):
             continue
-        if isinstance(node, ast.ClassDef) and "SegueError" in {_dotted(b) for b in node.bases}:
-            continue
         faults.append(f"{source.name}:{node.lineno} {node.name} has no docstring")
+    return faults
+
+
+def face_docstring_faults(text: str, name: str) -> list[str]:
+    """What the module of `text` leaves unsaid about `name`, which a face exports.
+
+    A class or function needs a docstring of its own, and so does each public method of a class. Each field
+    and argument is named in backquotes in the class's or function's docstring, or has a comment. A constant
+    or alias needs a `#:` comment above it.
+    """
+    lines, body = text.splitlines(), ast.parse(text).body
+
+    def commented(node: ast.stmt) -> bool:
+        above = lines[node.lineno - 2].strip() if node.lineno > 1 else ""
+        return above.startswith("#:") or "  #: " in lines[(node.end_lineno or node.lineno) - 1]
+
+    def named_in(doc: str, word: str) -> bool:
+        return re.search(rf"`{word}\b", doc) is not None
+
+    def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, doc: str) -> list[str]:
+        named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        return [f"{name}: {a.arg}" for a in named if a.arg != "self" and not named_in(doc, a.arg)]
+
+    faults: list[str] = []
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=found)]) | ast.AnnAssign(target=ast.Name(id=found)):
+                if found == name and not commented(node):
+                    faults.append(name)
+            case ast.Assign(targets=[ast.Tuple(elts=elements)]):
+                if name in map(_dotted, elements) and not commented(node):
+                    faults.append(name)
+            case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) if found == name:
+                faults += arguments(node, ast.get_docstring(node) or "")
+                faults += [] if ast.get_docstring(node) else [name]
+            case ast.ClassDef(name=found) if found == name:
+                doc = ast.get_docstring(node) or ""
+                faults += [] if doc else [name]
+                for part in node.body:
+                    match part:
+                        case ast.FunctionDef(name="__init__"):
+                            faults += arguments(part, doc + (ast.get_docstring(part) or ""))
+                        case ast.FunctionDef(name=method) | ast.AsyncFunctionDef(name=method):
+                            if not method.startswith("_") and not ast.get_docstring(part):
+                                faults.append(f"{name}.{method}")
+                        case ast.AnnAssign(target=ast.Name(id=field)):
+                            if not field.startswith("_") and not named_in(doc, field) and not commented(part):
+                                faults.append(f"{name}.{field}")
     return faults
 
 

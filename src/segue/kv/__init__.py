@@ -1,4 +1,4 @@
-"""The hand-off of KV between two workers, as a library: all that an engine needs (`docs/embedding.md`)."""
+"""The hand-off of KV between two workers, as a library; all an engine needs (`docs/embedding.md`)."""
 
 from __future__ import annotations
 
@@ -98,6 +98,8 @@ if TYPE_CHECKING:
     from segue.kv.ranks.local_rank import local_rank as local_rank
     from segue.kv.ranks.rank_worker import RankWorker as RankWorker
     from segue.kv.ranks.worker_rank import WorkerRank as WorkerRank
+    from segue.kv.session.tls import Tls as Tls
+    from segue.kv.session.tls import load_tls as load_tls
     from segue.kv.torch_group import TorchGroup as TorchGroup
     from segue.kv.transport.kinds import AUTO_TRANSPORT as AUTO_TRANSPORT
     from segue.kv.transport.kinds import KINDS as KINDS
@@ -150,6 +152,7 @@ _MODULE_OF = {
         "segue.kv.ranks.local_rank": "Rank local_rank",
         "segue.kv.ranks.rank_worker": "RankWorker",
         "segue.kv.ranks.worker_rank": "WorkerRank",
+        "segue.kv.session.tls": "Tls load_tls",
         "segue.kv.torch_group": "TorchGroup",
         "segue.kv.transport.kinds": "AUTO_TRANSPORT KINDS USABLE",
         "segue.kv.transport.memory.host_memory": "available_bytes cpu_quota limited_groups",

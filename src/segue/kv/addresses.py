@@ -6,8 +6,8 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """True for `localhost` and for an IP address that no other host can reach. Any other name may lead
-    anywhere, whatever it begins with. IPv4 may be written as IPv6, and a zone may follow."""
+    """True if `host` is `localhost` or an IP address that no other host can reach. Any other name may lead
+    anywhere. IPv4 may be written as IPv6, and a zone may follow."""
     if host == "localhost":
         return True
     try:

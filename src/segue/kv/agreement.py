@@ -167,8 +167,9 @@ class RankGroup(Protocol):
 
 
 class Agreement:
-    """What the ranks of `group` agree on. All ranks make the same calls in the same order, from one thread
-    each, also while they have no room: a rank that leaves a call out is seen at the next one.
+    """The phase of each hand-off on the slowest rank of `group` (see `TorchGroup`). All ranks make the same
+    calls in the same order, from one thread each, also while they have no room: a rank that leaves a call out
+    is seen at the next one.
 
     Each call raises RankDivergence where the ranks differ (the same text on every rank, and the group can be
     used on if they were at the same call), OutOfCapacity above MAX_ROOMS, and PeerLost by the group's timeout

@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A monotonic clock."""
+    """A source of monotonic time. Called from any thread."""
 
     def now(self) -> float:
         """Seconds since an arbitrary origin; never decreases."""
@@ -18,12 +18,13 @@ class Clock(Protocol):
 
 
 class VirtualClock:
-    """A clock for tests and the simulator: it moves only when told."""
+    """A clock for tests and the simulator: it begins at `start_s` seconds and moves only by `advance`."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
 
     def now(self) -> float:
+        """Seconds; see `Clock.now`."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
+from segue.kv.errors import ConfigError
 from segue.kv.ids import ChecksumMode, LeaderId, Role, new_incarnation
 from segue.kv.io import Io, IoThread
 from segue.kv.layout.spec import PoolSpec
@@ -22,14 +23,20 @@ from segue.kv.threads import ThreadPerCall
 from segue.kv.transport.kinds import KINDS, TransportKinds
 from segue.kv.transport.probe import HostSpeed, host_speed
 
+#: The role at the other end of a hand-off.
+COUNTERPART = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    """Who a leader is, and how it talks to others.
+    """The identity of a leader and its sessions.
 
-    `host:port` is where sessions listen (port 0: any), `advertise` and `advertise_port` what peers are told
-    if it is something else: two leaders must not advertise the same. `secret` is mandatory beyond loopback.
-    `messages` is the union of the structs that sessions carry: a caller with peers of other roles adds more.
+    `role` is what the leader does, `me` its identity: a new one for each process. Sessions listen at
+    `host`:`port` (`port` 0: any). `advertise` and `advertise_port` are what peers are told if they reach the
+    listener elsewhere; two leaders must not advertise the same address. `secret` (at least 16 bytes, equal on
+    all hosts) is mandatory beyond loopback; `tls` adds mutual TLS (`load_tls`). `limits` bounds times, queues
+    and buffers. `messages` is the union of the structs that sessions carry; only callers with peers of other
+    roles extend it.
     """
 
     role: Role
@@ -46,13 +53,18 @@ class SessionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig(SessionConfig):
-    """And what it hands over.
+    """The configuration of a `KVManager`: `SessionConfig`, and the KV that is handed over.
 
-    `model` is the fingerprint that both sides must share, `transports` the names to offer, in order of
-    preference. Transports listen on `host` at `transport_port` (0: any), `advertise_transport_port` is what
-    peers are told if it is another. `dp` are the DP ranks of our instance. `kv_checksum` is what the
-    checksums of chunks that this side sends cover. `scratch_bytes` at the end of each rank's memory, behind
-    its pool, are for the probe that chooses a pair's transport; 0: the preferred one is taken without it.
+    `role` is PREFILL or DECODE. `model` is a fingerprint of configuration and weights; a peer with another
+    one is refused. `spec` says how the pool lies in memory. `transports` are the names to offer, in any
+    order, of those that `KINDS.available()` lists; both sides must share one, and `shm` is preferred to
+    `tcp`. They listen on `host` at `transport_port` (0: any); `advertise_transport_port` is what peers are
+    told if it is another. `dp` are the DP ranks of our instance. `kv_checksum` is how much of each chunk that
+    this side sends is covered by its checksum. `scratch_bytes` at the end of each rank's memory, behind its
+    pool, are for the probe that chooses a pair's transport; with 0 the preferred one is taken without a
+    probe.
+
+    Raises ConfigError for another role and for `transports` that are no list of names.
     """
 
     model: str
@@ -64,11 +76,18 @@ class KVConfig(SessionConfig):
     kv_checksum: ChecksumMode = ChecksumMode.FULL
     scratch_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.role, Role) or self.role not in COUNTERPART:
+            raise ConfigError(f"role: a KVManager is Role.PREFILL or Role.DECODE, not {self.role!r}")
+        if isinstance(self.transports, str) or not self.transports:
+            raise ConfigError(f"transports: a list of names is needed, not {self.transports!r}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderRuntime:
-    """What makes the parts that a leader runs on: threads, sockets, chance. Another one (the simulator's)
-    runs the same leader in a world of its own."""
+    """Factories of the parts that a leader runs on: the I/O thread `io`, the session `node`, `transports`,
+    the hash threads `digester`, the threads `connecting` that open paths, the protocol `exchange`, the random
+    source `uniform` and the measurement `host_speed`. An engine uses `HOST`; the simulator has its own."""
 
     io: Callable[[Callable[[dict[str, Any]], None]], Io] = IoThread
     node: Callable[..., SessionNode] = SessionNode

@@ -16,7 +16,9 @@ log = logging.getLogger("segue.kv")
 
 
 class ControlPlane:
-    """An I/O thread, the session node on it, and one handler for each role that a peer may have.
+    """The sessions of one leader without hand-offs: an I/O thread, the session node on it, and one of
+    `handlers` for each role that a peer may have. `config` says who we are, `runtime` is another one in
+    tests.
 
     A peer of any other role is refused. Handlers are called on the I/O thread. The public methods may be
     called from any other thread, those of sessions (`keep_session`, `drop_session`, `sessions`) on it only.

@@ -1,30 +1,4 @@
-"""One closed set of errors, one exception tree, one HTTP status each.
-
-    SegueError
-    ├── BootstrapUnreachable   503   the registry, or the peer it names, cannot be reached
-    ├── BootstrapTimeout       504   the registry or the peer did not answer in time
-    ├── PeerRefused            503   the peer declined the session, with its reason
-    ├── LayoutMismatch         503   the two KV layouts cannot be joined
-    ├── DpRankConflict         409   the request pins another DP rank than the instance declares
-    ├── DpRankOutOfRange       400   no such DP rank
-    ├── PeerLost               503   the session to the peer ended
-    ├── PeerRestarted          503   the peer is a new incarnation
-    ├── TransferFailed         503   the transport could not move the bytes
-    ├── ChecksumMismatch       500   the bytes that landed are not the bytes that were sent
-    ├── MetadataMismatch       500   the metadata belongs to another transfer
-    ├── RankDivergence         500   ranks of a replica disagree
-    ├── OutOfCapacity          429   no memory, slot or credit in time
-    ├── DeadlineExceeded       504   the request's deadline passed
-    ├── AbortedByClient        499   the client closed the connection
-    ├── InvalidRequest         400   the request is wrong; the text says what to change
-    ├── NotFound               404   no such model or object
-    ├── RequestTooLarge        413   the body is larger than the limit
-    ├── RequestTimeout         408   the client did not send its request in time
-    ├── Unauthorized           401   no or a wrong secret
-    ├── Starting               503   nobody could serve yet; the text says what is waited for
-    ├── Draining               503   the instance is leaving
-    ├── ConfigError             -    a setting is wrong; exit status 2
-    └── Internal               500   a bug; never a substitute for one of the others
+"""One closed set of errors: one code, one exception class and one HTTP status each.
 
 The same record, `ErrorInfo`, goes to the peer, the client, the log, the metric and the trace.
 Pure: no socket, thread, clock, torch or HTTP module.
@@ -37,6 +11,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
+#: Characters of an error's text; more are cut.
 MAX_ERROR_TEXT = 2000
 
 #: Everything that msgspec raises on bytes that are not what they should be. Deep nesting shows as
@@ -75,10 +50,12 @@ class ErrorCode(enum.StrEnum):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One failure as it travels: what, in which phase, where it began, and whether to try again.
+    """The record of one failure, equal on both sides of a hand-off.
 
-    `origin` names the instance and rank at which the failure began (`prefill 3fa94c01 dp0`),
-    `peer` the other side, `elapsed_s` the time since the request entered `origin`, in seconds.
+    `code` is the reason, `text` a sentence of at most `MAX_ERROR_TEXT` characters, `phase` the phase of the
+    hand-off in which it failed, `room` the request. `retryable`: a new attempt can succeed. `origin` names
+    the instance and rank at which the failure began (`prefill 3fa94c01 dp0`), `peer` the other side,
+    `elapsed_s` the time since the request entered `origin`, in seconds.
     """
 
     code: ErrorCode
@@ -96,7 +73,10 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SegueError(Exception):
-    """Base of all errors that segue raises on purpose."""
+    """Base of all errors that segue raises on purpose.
+
+    `info` is the record that travels. `code`, `status` (HTTP) and `retryable` are those of the class.
+    """
 
     code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
     status: ClassVar[int] = 500
@@ -115,6 +95,8 @@ class SegueError(Exception):
         retryable: bool | None = None,
         elapsed_s: float = 0.0,
     ) -> None:
+        """`text` says what failed and what to change. `phase`, `origin`, `peer`, `room`, `retryable` and
+        `elapsed_s` are fields of the record."""
         super().__init__(text)
         self.info = ErrorInfo(
             code=self.code,
@@ -142,98 +124,147 @@ class SegueError(Exception):
 
 
 class BootstrapUnreachable(SegueError):
+    """The registry, or the peer that it names, cannot be reached."""
+
     code, status, retryable = ErrorCode.BOOTSTRAP_UNREACHABLE, 503, True
 
 
 class BootstrapTimeout(SegueError):
+    """The registry or the peer did not answer in time; prefill's half: decode gave no destination."""
+
     code, status, retryable = ErrorCode.BOOTSTRAP_TIMEOUT, 504, True
 
 
 class PeerRefused(SegueError):
+    """The peer declined the session; the text has its reason."""
+
     code, status = ErrorCode.PEER_REFUSED, 503
 
 
 class LayoutMismatch(SegueError):
+    """Two KV layouts cannot be joined, or one contradicts itself; the text names the field."""
+
     code, status = ErrorCode.LAYOUT_MISMATCH, 503
 
 
 class DpRankConflict(SegueError):
+    """The request names another DP rank than the instance declares."""
+
     code, status = ErrorCode.DP_RANK_CONFLICT, 409
 
 
 class DpRankOutOfRange(SegueError):
+    """The instance has no such DP rank."""
+
     code, status = ErrorCode.DP_RANK_OUT_OF_RANGE, 400
 
 
 class PeerLost(SegueError):
+    """The session to the peer ended: its process died, or it was silent for `Limits.peer_silence_s`."""
+
     code, status, retryable = ErrorCode.PEER_LOST, 503, True
 
 
 class PeerRestarted(SegueError):
+    """The peer is a new incarnation: what was agreed with the old one is void."""
+
     code, status, retryable = ErrorCode.PEER_RESTARTED, 503, True
 
 
 class TransferFailed(SegueError):
+    """The transport could not move the bytes, or the two sides disagree about the hand-off."""
+
     code, status, retryable = ErrorCode.TRANSFER_FAILED, 503, True
 
 
 class ChecksumMismatch(SegueError):
+    """The bytes that landed are not the bytes that were sent."""
+
     code, status, retryable = ErrorCode.CHECKSUM_MISMATCH, 500, True
 
 
 class MetadataMismatch(SegueError):
+    """The metadata belongs to another hand-off."""
+
     code, status, retryable = ErrorCode.METADATA_MISMATCH, 500, True
 
 
 class RankDivergence(SegueError):
+    """The ranks of a replica disagree."""
+
     code, status = ErrorCode.RANK_DIVERGENCE, 500
 
 
 class OutOfCapacity(SegueError):
+    """No memory, slot or credit was free in time."""
+
     code, status, retryable = ErrorCode.OUT_OF_CAPACITY, 429, True
 
 
 class DeadlineExceeded(SegueError):
+    """The deadline passed."""
+
     code, status = ErrorCode.DEADLINE_EXCEEDED, 504
 
 
 class AbortedByClient(SegueError):
+    """The client closed the connection, or the engine called `abort` without a reason."""
+
     code, status = ErrorCode.ABORTED_BY_CLIENT, 499
 
 
 class InvalidRequest(SegueError):
+    """The request is wrong; the text says what to change."""
+
     code, status = ErrorCode.INVALID_REQUEST, 400
 
 
 class NotFound(SegueError):
+    """No such model or object."""
+
     code, status = ErrorCode.NOT_FOUND, 404
 
 
 class RequestTooLarge(SegueError):
+    """The body or message is larger than the limit."""
+
     code, status = ErrorCode.REQUEST_TOO_LARGE, 413
 
 
 class RequestTimeout(SegueError):
+    """The client did not send its request in time."""
+
     code, status, retryable = ErrorCode.REQUEST_TIMEOUT, 408, True
 
 
 class Starting(SegueError):
+    """No instance can serve yet; the text says which one is missing."""
+
     code, status, retryable = ErrorCode.STARTING, 503, True
 
 
 class Unauthorized(SegueError):
+    """The secret, API key or certificate is missing or wrong."""
+
     code, status = ErrorCode.UNAUTHORIZED, 401
 
 
 class Draining(SegueError):
+    """The instance is leaving."""
+
     code, status, retryable = ErrorCode.DRAINING, 503, True
 
 
 class ConfigError(SegueError):
+    """A setting is wrong or does not work here; a command ends with exit status 2."""
+
     code, status = ErrorCode.CONFIG, 500
 
 
 class Internal(SegueError):
+    """A bug in segue or a call of the engine that breaks the protocol's order; never a substitute for another
+    error."""
+
     code, status = ErrorCode.INTERNAL, 500
 
 

@@ -7,15 +7,18 @@ handle's fields change only in `apply`, which that thread calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Protocol
 
 from segue.kv.clock import Clock
-from segue.kv.errors import AbortedByClient, ErrorInfo
+from segue.kv.errors import AbortedByClient, ErrorInfo, InvalidRequest
 from segue.kv.ids import KVPoll, Span, TransferId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Metadata
 
+#: The argument of `KVManager`'s `on_change`: one step of one hand-off; `change.transfer` says of which.
 Change = events.Phase | events.Release | events.Quarantined
 
 
@@ -34,7 +37,12 @@ class HandleOwner(Protocol):
 
 
 class _Handle:
-    """What both halves share: phase, error, abort, clear."""
+    """What both halves share: phase, error, abort, clear.
+
+    Read from any thread: `error` (the record, after FAILED), `metadata` (the receiver's, after SUCCESS),
+    `released` (True once `Release` was reported), `wire_s` and `nbytes` (seconds and bytes of the transfer,
+    after SUCCESS), `changed_at` (when the phase last changed, in seconds of the manager's clock).
+    """
 
     def __init__(self, owner: HandleOwner, transfer: TransferId) -> None:
         self.transfer = transfer
@@ -45,7 +53,6 @@ class _Handle:
         self.released = False
         self.wire_s = 0.0
         self.nbytes = 0
-        #: when the phase last changed, on the owner's clock
         self.changed_at = owner.clock.now()
 
     def poll(self) -> KVPoll:
@@ -66,6 +73,11 @@ class _Handle:
             self.abort()
         self._owner.forget(self.transfer)
 
+    def _deadline(self, budget_s: float) -> float:
+        if not math.isfinite(budget_s):
+            raise InvalidRequest(f"budget_s must be a finite number of seconds, not {budget_s}")
+        return self._owner.clock.now() + budget_s
+
     def apply(self, change: Change) -> None:
         """Mirror what the protocol reported. Called by the owner only."""
         match change:
@@ -85,12 +97,16 @@ class _Handle:
 
 
 class KVSender(_Handle):
-    """The prefill half. `init` → (WAITING_FOR_INPUT) → `send` … → SUCCESS | FAILED."""
+    """The prefill half. `init` → (WAITING_FOR_INPUT) → `send` … → SUCCESS | FAILED.
+
+    Calls never block, and come from any thread. A call out of order, or with pages that do not fit, ends the
+    hand-off on both sides: FAILED with INTERNAL and the reason.
+    """
 
     def init(self, prompt_tokens: int, budget_s: float) -> None:
-        """Begin: wait for the destination that decode publishes, at most `budget_s` seconds."""
-        deadline = self._owner.clock.now() + budget_s
-        self._owner.post(events.OpenSender(self.transfer, prompt_tokens, deadline))
+        """Begin: wait for the destination that decode publishes. The hand-off ends within `budget_s` seconds,
+        a finite number (else InvalidRequest). `prompt_tokens` must be the same on both sides."""
+        self._owner.post(events.OpenSender(self.transfer, index(prompt_tokens), self._deadline(budget_s)))
 
     def announce(self, budget_s: float) -> None:
         """Register the room at the registry, for `budget_s` seconds: decode was not told our DP rank and
@@ -106,7 +122,8 @@ class KVSender(_Handle):
         slot: int | None = None,
         layers: int | None = None,
     ) -> None:
-        """Send the KV of `span`, which lies complete in `pages` (all of the prompt's from token 0).
+        """Send the KV of `span`, which lies complete in `pages`: the page ids (integers) of the prompt from
+        token 0 on, at least up to the end of `span`.
 
         Legal from WAITING_FOR_INPUT on. Spans follow each other without gaps from token 0; the
         last one ends at `prompt_tokens`; `metadata` comes with it, or later by `finish`. With it goes the
@@ -116,7 +133,7 @@ class KVSender(_Handle):
         With `layers` only that of the model's first so many layers is complete, and leaves now. The same span
         follows with more layers, and at last without a number.
         """
-        chunk = events.SendChunk(self.transfer, span, tuple(pages), slot, layers)
+        chunk = events.SendChunk(self.transfer, span, _page_ids(pages), slot, layers)
         if metadata is None:
             self._owner.post(chunk)
         else:
@@ -129,7 +146,11 @@ class KVSender(_Handle):
 
 
 class KVReceiver(_Handle):
-    """The decode half. `init` → (WAITING_FOR_INPUT) → `send_metadata` → SUCCESS | FAILED."""
+    """The decode half. `init` → (WAITING_FOR_INPUT) → `send_metadata` → SUCCESS | FAILED.
+
+    Calls never block, and come from any thread. A call out of order, or with pages that do not fit, ends the
+    hand-off on both sides: FAILED with INTERNAL and the reason.
+    """
 
     def init(
         self,
@@ -139,27 +160,37 @@ class KVReceiver(_Handle):
         prefill_dp_rank: int | None = None,
         force_query: bool = False,
     ) -> None:
-        """Begin. The phase is WAITING_FOR_INPUT once the session to the transfer's prefill is up.
+        """Begin. The phase is WAITING_FOR_INPUT once the session to the transfer's prefill is up. The
+        hand-off ends within `budget_s` seconds, a finite number (else InvalidRequest). `prompt_tokens` must
+        be the same on both sides.
 
         Of an open transfer (`LeaderId.is_open`) the DP rank of prefill is found first, and the phase is
         BOOTSTRAPPING until then. `prefill_dp_rank` is the one that the request names; otherwise, or always
         with `force_query`, it is inferred or asked for (`kv.open_ranks`).
         """
-        deadline = self._owner.clock.now() + budget_s
         self._owner.post(
             events.OpenReceiver(
-                self.transfer, prompt_tokens, deadline, hint=prefill_dp_rank, force_query=force_query
+                self.transfer,
+                index(prompt_tokens),
+                self._deadline(budget_s),
+                hint=prefill_dp_rank,
+                force_query=force_query,
             )
         )
 
     def send_metadata(self, pages: Sequence[int], prefix_tokens: int = 0, *, slot: int | None = None) -> None:
-        """Publish where prefill shall write: `pages` hold the prompt from the page of token
-        `prefix_tokens` on; the KV before `prefix_tokens` is already in place here. `slot` is for the state,
-        if the model keeps one.
+        """Publish where prefill shall write: `pages` are the page ids (integers, each once) of the prompt
+        from the page that holds token `prefix_tokens` on, exactly as many as its tokens need; the KV before
+        `prefix_tokens` is already in place here. `slot` is for the state, if the model keeps one.
 
         Legal in WAITING_FOR_INPUT. From now until SUCCESS or `Release` pages and slot belong to the peer.
         """
-        self._owner.post(events.Publish(self.transfer, tuple(pages), prefix_tokens, slot))
+        self._owner.post(events.Publish(self.transfer, _page_ids(pages), index(prefix_tokens), slot))
+
+
+def _page_ids(pages: Sequence[int]) -> tuple[int, ...]:
+    """`pages` as plain integers: those of numpy and torch cannot be encoded."""
+    return tuple(map(index, pages))
 
 
 OnChange = Callable[[Change], None]

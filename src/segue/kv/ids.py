@@ -12,6 +12,7 @@ from typing import NewType
 
 import msgspec
 
+#: The largest room: rooms are unsigned 64-bit integers, and 0 is none.
 MAX_ROOM = 2**64 - 1
 #: The DP rank of a prefill leader that is not known yet to who speaks of it: only in a ticket, and in the
 #: name of a receiver until the rank is found.
@@ -28,8 +29,8 @@ def new_incarnation() -> Incarnation:
 
 
 def successor(incarnation: Incarnation, role: Role) -> Incarnation:
-    """What an instance is once it was switched to `role`. All of its leaders find the same one by themselves,
-    and so does an operator who gives the order twice."""
+    """The incarnation of the instance `incarnation` after its switch to `role`. A function of both, so that
+    all its leaders, and a repeated order, find the same one."""
     return Incarnation(hashlib.blake2b(f"{incarnation} {role}".encode(), digest_size=16).hexdigest())
 
 
@@ -41,11 +42,11 @@ def new_room() -> int:
 class KVPoll(enum.IntEnum):
     """The phase of one hand-off. `min` over ranks is the phase of the slowest rank."""
 
-    FAILED = 0
-    BOOTSTRAPPING = 1
-    WAITING_FOR_INPUT = 2
-    TRANSFERRING = 3
-    SUCCESS = 4
+    FAILED = 0  #: final; the handle's `error` says why
+    BOOTSTRAPPING = 1  #: the peer is not connected, or prefill knows no destination yet
+    WAITING_FOR_INPUT = 2  #: the engine's turn: decode calls `send_metadata`, prefill calls `send`
+    TRANSFERRING = 3  #: chunks are on their way
+    SUCCESS = 4  #: final; decode has all KV and the metadata, and prefill knows it
 
     @property
     def terminal(self) -> bool:
@@ -73,8 +74,11 @@ class ChecksumMode(enum.StrEnum):
 
 
 class LeaderId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
-    """The leader of one replica: an incarnation and a data-parallel rank. Sessions, hand-offs, candidates and
-    error records know a replica by this, and by nothing else. A frontend has one too, of rank 0."""
+    """The identity of one replica in sessions, hand-offs and error records: the `incarnation` of its process
+    and its data-parallel rank `dp_rank`, 0 for an engine without DP. A frontend has one too, of rank 0.
+
+    A new process needs a new incarnation: peers take an old one for the same process with the same memory.
+    """
 
     incarnation: Incarnation
     dp_rank: int = 0
@@ -89,7 +93,8 @@ class LeaderId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 
 class RankId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
-    """One rank (worker) of one replica: `rank` counts from 0 in the order of `LeaderInfo.ranks`."""
+    """One rank (worker process) of the replica `leader`: `rank` counts from 0 in the order of
+    `LeaderInfo.ranks`."""
 
     leader: LeaderId
     rank: int = 0
@@ -101,8 +106,8 @@ class RankId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 class TransferId(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=True):
     """The identity of one hand-off; never reused.
 
-    `room` is a non-zero unsigned 64-bit integer, `attempt` counts retries from 0, and the two
-    leaders are those of the prefill and the decode replica.
+    `room` is a non-zero unsigned 64-bit integer, `attempt` counts retries from 0 (at most 65,535), `prefill`
+    and `decode` are the leaders of the two replicas. Raises ValueError for numbers out of range.
     """
 
     room: int
@@ -121,7 +126,8 @@ class TransferId(msgspec.Struct, frozen=True, order=True, array_like=True, cache
 
 
 class RankCoord(msgspec.Struct, frozen=True, order=True):
-    """The coordinates of one rank (worker process) in its instance."""
+    """The coordinates of one rank (worker process) in its instance: data-parallel `dp`, pipeline-parallel
+    `pp`, context-parallel `cp`, tensor-parallel `tp`, each from 0."""
 
     dp: int = 0
     pp: int = 0
@@ -130,7 +136,8 @@ class RankCoord(msgspec.Struct, frozen=True, order=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A half-open range of tokens, `[start, end)`, of one prompt."""
+    """A half-open range of tokens, from `start` to before `end`, of one prompt; token 0 is the prompt's
+    first. Raises ValueError unless 0 <= `start` <= `end`."""
 
     start: int
     end: int

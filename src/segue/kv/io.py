@@ -21,6 +21,7 @@ class MonotonicClock:
     """The host's monotonic clock (`time.monotonic`), the same one that asyncio uses."""
 
     def now(self) -> float:
+        """Seconds; see `Clock.now`."""
         return time.monotonic()
 
 

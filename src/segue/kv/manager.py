@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from segue.kv.alarm import Alarm
 from segue.kv.clock import Clock
-from segue.kv.config import HOST, KVConfig, LeaderRuntime
+from segue.kv.config import COUNTERPART, HOST, KVConfig, LeaderRuntime
 from segue.kv.control_plane import ControlPlane
 from segue.kv.errors import (
     Draining,
@@ -43,19 +43,21 @@ log = logging.getLogger("segue.kv")
 #: Messages that a peer may have to say of each hand-off on a new session, before our path to it is open:
 #: what has failed meanwhile, that it waits for our last write, where to write.
 EARLY_PER_TRANSFER = 4
-#: Whom a role hands KV over with.
-COUNTERPART = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 H = TypeVar("H", KVSender, KVReceiver)
 
 
 class KVManager:
-    """One leader's end of all its hand-offs. Public methods may be called from any thread.
+    """The hand-offs of one replica, and its sessions with peer replicas. Methods may be called from any
+    thread but its own I/O thread (`close`, `start`), and never block on a peer.
 
-    `pool` is the memory of its one rank, laid out as `config.spec` says, or its ranks, wherever they are;
-    `on_rank_lost` is called on the I/O thread when one of these cannot go on, and with it the whole leader.
-    `on_change` is called on the I/O thread for each change of a hand-off (its handle is already
-    up to date) and must not block. It handles the sessions of peer leaders; who handles those of peers with
-    other roles stands in `others`.
+    `pool` is the memory of the replica's one rank, laid out as `config.spec` says (`allocate`, `pool_of`), or
+    a list of its ranks (`local_rank`, `WorkerRank`). `on_change` is called on the I/O thread with each
+    `Change` of a hand-off, after its handle is up to date; it must not block or raise. `on_rank_lost` is
+    called there once when a rank cannot go on: all hand-offs end, none begins, and the replica should end.
+    `others` handles the sessions of peers with other roles, `clock` and `runtime` are for tests and the
+    simulator.
+
+    Raises ConfigError for a transport that does not work here or a `pool` that does not fit `config.spec`.
     """
 
     def __init__(
@@ -118,7 +120,12 @@ class KVManager:
     # ---- life --------------------------------------------------------------------------------
 
     def start(self) -> tuple[str, int]:
-        """As `ControlPlane.start`."""
+        """Start the I/O thread and listen; returns the `(host, port)` at which peers open sessions. Call
+        once.
+
+        Raises ConfigError for a port in use, and without a secret beyond loopback; the manager is closed
+        then.
+        """
         try:
             return self.plane.start(self._ranks.start(self, self.io))
         except BaseException:
@@ -126,9 +133,10 @@ class KVManager:
             raise
 
     def close(self) -> None:
-        """End all sessions, transports and the thread. Hand-offs still open fail on the peer's side.
+        """End all sessions, transports and the thread. Open hand-offs fail on the peer's side; on this side
+        nothing is reported any more, and calls on the manager and its handles do nothing.
 
-        Idempotent; call it from outside the I/O thread.
+        Idempotent; call it from outside the I/O thread. Free the pool's memory only after it returns.
         """
         if self._closed:
             return
@@ -138,11 +146,17 @@ class KVManager:
     # ---- the engine's side -------------------------------------------------------------------
 
     def sender(self, transfer: TransferId) -> KVSender:
-        """The handle of the prefill half of `transfer`; nothing starts before its `init`."""
+        """The handle of the prefill half of `transfer`; nothing starts before its `init`.
+
+        Raises Internal if `transfer` has a handle already: a retry is a new attempt.
+        """
         return self._remember(transfer, KVSender(self, transfer))
 
     def receiver(self, transfer: TransferId) -> KVReceiver:
-        """The handle of the decode half of `transfer`; nothing starts before its `init`."""
+        """The handle of the decode half of `transfer`; nothing starts before its `init`.
+
+        Raises Internal if `transfer` has a handle already: a retry is a new attempt.
+        """
         return self._remember(transfer, KVReceiver(self, transfer))
 
     def _remember(self, transfer: TransferId, handle: H) -> H:
@@ -159,11 +173,16 @@ class KVManager:
         self._handles.pop(transfer, None)
 
     def add_peer(self, leader: LeaderId, host: str, port: int) -> None:
-        """Keep a session to this leader from now on; a lost one is dialled again. Idempotent."""
+        """Keep a session to this leader, which listens at `host`:`port` (its `start`), until `remove_peer`; a
+        lost session is dialled again. Idempotent. Decode calls it.
+
+        Hand-offs with a leader that cannot be reached for `limits.connect_s`, or that refuses the session,
+        fail with its reason. A restarted process is another leader: add it, and remove the old one.
+        """
         self.io.post(self.plane.keep_session, leader, host, port, partial(self._peer_refused, leader))
 
     def remove_peer(self, leader: LeaderId) -> None:
-        """Do not dial this leader any more (it left the registry). An open session goes on."""
+        """Do not dial this leader any more. An open session goes on."""
         self.io.post(self.plane.drop_session, leader)
 
     def _peer_refused(self, leader: LeaderId, error: SegueError) -> None:

@@ -1,4 +1,4 @@
-"""Weights and number type of an instance's model in one word, and the difference between two. Pure."""
+"""The identity of an instance's model: weights and number type. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ _SHOWN = 16
 
 
 def model_identity(fingerprint: str, dtype: str) -> str:
-    """The word that two instances must share before one can read the other's KV."""
+    """The `KVConfig.model` of segue's own engine: the `fingerprint` of configuration and weights, and the
+    `dtype` that they are served in."""
     return f"{fingerprint}/{dtype}"
 
 
 def model_difference(prefill: str, decode: str) -> tuple[str, str]:
-    """How the models of two instances differ, and the flags that mend it."""
+    """The difference between the identities of the models of `prefill` and `decode`, as a sentence, and the
+    flags that mend it."""
     (weights, _, dtype), (other_weights, _, other) = prefill.partition("/"), decode.partition("/")
     if weights == other_weights:
         common = "float32" if "float32" in (dtype, other) else dtype

@@ -50,7 +50,8 @@ class RoomRegistry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefillInstance:
-    """What the registry says of a prefill instance: its rule, and which of its ranks are there."""
+    """A prefill instance as the registry has it: `dp`, its number of DP ranks and placement rule, and
+    `ranks`, the DP ranks that are registered."""
 
     dp: DpRanks
     ranks: frozenset[int]

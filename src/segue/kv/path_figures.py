@@ -31,8 +31,8 @@ class PathCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Which transport a pair uses, and what was known of each that either side offers. `slow` says that the
-    one that was taken is far under what this host can do, if it is."""
+    """The `transport` that a pair uses, and the `candidates`: the figures of each that either side offers, or
+    why it has none. `slow` is a sentence if the one taken is far slower than this host's memory."""
 
     transport: str
     candidates: list[PathCandidate]

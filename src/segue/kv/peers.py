@@ -27,9 +27,8 @@ MEASURED_BYTES = 2**20
 
 @dataclass(slots=True)
 class PathSpeed:
-    """What a path to a peer has carried: `nbytes` in `seconds`, each write from when it was given to
-    the transport until it had landed. And why it is over this transport, if there was a choice; decode knows
-    only that there was."""
+    """The writes to one peer over `transport`: `nbytes` in `seconds`, each write counted from its call until
+    it landed. `choice` says why this transport was taken; None without a probe, and on decode."""
 
     transport: str
     nbytes: int = 0

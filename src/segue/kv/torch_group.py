@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from segue.kv.errors import ConfigError, PeerLost
 
-from segue.kv.errors import PeerLost
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 #: Characters of a library's error text that go into ours.
 _QUOTED = 300
 
 
 class TorchGroup:
-    """`size` ranks that meet in `store` under `name`, each of which makes this. Not torch's default group.
+    """The group of `size` symmetric ranks that `Agreement` works on, over torch.distributed and Gloo. Each
+    rank makes one, with its number `rank` from 0, and they meet in `store` under `name`. Not torch's default
+    group. Needs PyTorch (ConfigError without it).
 
     An exchange that some rank does not enter within `timeout_s` raises PeerLost on the others, a rank whose
     process has ended does so at once. The group is of no use afterwards: every later call raises PeerLost at
@@ -31,21 +32,30 @@ class TorchGroup:
         self._timeout_s = timeout_s
         self._lost: PeerLost | None = None
         limit = timedelta(seconds=timeout_s)
+        try:  # here: the library loads without torch
+            import torch
+            from torch import distributed
+            from torch.distributed.distributed_c10d import PrefixStore
+        except ImportError as exc:
+            raise ConfigError(f"TorchGroup needs PyTorch, which cannot be imported: {exc}") from exc
+        self._torch = torch
         self._gloo: Any = None
-        self._gloo = self._safely(lambda: ProcessGroupGloo(PrefixStore(name, store), rank, size, limit))
+        self._gloo = self._safely(
+            lambda: distributed.ProcessGroupGloo(PrefixStore(name, store), rank, size, limit)
+        )
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
         """The rows of all ranks, in order of rank."""
-        mine = torch.tensor(row, dtype=torch.int64)
-        rows = [torch.empty_like(mine) for _ in range(self._size)]
+        mine = self._torch.tensor(row, dtype=self._torch.int64)
+        rows = [self._torch.empty_like(mine) for _ in range(self._size)]
         self._safely(lambda: self._gloo.allgather([rows], [mine]).wait())
         return [found.tolist() for found in rows]
 
     def least(self, row: Sequence[int]) -> list[int]:
         """The least of all ranks' rows at each place."""
-        least = torch.tensor(row, dtype=torch.int64)
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.MIN)
+        least = self._torch.tensor(row, dtype=self._torch.int64)
+        options = self._torch.distributed.AllreduceOptions()
+        options.reduceOp = self._torch.distributed.ReduceOp(self._torch.distributed.ReduceOp.MIN)
         self._safely(lambda: self._gloo.allreduce([least], options).wait())
         found: list[int] = least.tolist()
         return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from segue.kv.ids import RankId
 from segue.kv.limits import Limits
-from segue.kv.session.tls import load
+from segue.kv.session.tls import load_tls
 from segue.kv.transport.base import EventSink, Transport
 from segue.kv.transport.kinds import KINDS
 from segue.kv.transport.memory.pool_memory import Memory, allocate
@@ -33,7 +33,7 @@ def make_by_name(name: str, sink: EventSink, me: RankId) -> Transport:
     if name != TCP_TLS:
         return KINDS.create(name, sink, TransportOptions(me=me, limits=LIMITS))
     folder = Path(os.environ[_VARIABLE])
-    tls = load(*(str(folder / f"{part}.pem") for part in ("cert", "key", "ca")))
+    tls = load_tls(*(str(folder / f"{part}.pem") for part in ("cert", "key", "ca")))
     return KINDS.create("tcp", sink, TransportOptions(me=me, limits=LIMITS, tls=tls))
 
 

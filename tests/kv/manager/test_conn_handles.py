@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from segue.kv.clock import VirtualClock
-from segue.kv.errors import AbortedByClient, ErrorCode, PeerLost
+from segue.kv.errors import AbortedByClient, ErrorCode, InvalidRequest, PeerLost
 from segue.kv.handles import KVReceiver, KVSender
 from segue.kv.ids import Incarnation, KVPoll, LeaderId, Span, TransferId
 from segue.kv.protocol import events
@@ -111,3 +114,26 @@ def test_an_abort_says_the_reason_that_it_is_given() -> None:
     reason = AbortedByClient("the client left").info
     KVSender(owner, ONE).abort(reason)
     assert owner.posted == [(events.AbortTransfer(ONE, reason),)]
+
+
+def test_page_ids_may_be_those_of_numpy() -> None:
+    owner = Owner()
+    pages: Any = np.array([4, 2])
+    KVSender(owner, ONE).send(Span(0, 4), pages)
+    receiver = KVReceiver(owner, ONE)
+    receiver.init(pages[0], 1.0)
+    receiver.send_metadata(pages, pages[1])
+    assert [msgspec.msgpack.encode(event) for (event,) in owner.posted]
+    for pages in (["1"], [1.0]):
+        with pytest.raises(TypeError):
+            receiver.send_metadata(pages)
+
+
+@pytest.mark.parametrize("budget_s", [math.nan, math.inf, -math.inf])
+def test_a_budget_without_an_end_is_refused(budget_s: float) -> None:
+    """The deadline of NaN never passes."""
+    owner = Owner()
+    for handle in (KVSender(owner, ONE), KVReceiver(owner, ONE)):
+        with pytest.raises(InvalidRequest, match="budget_s"):
+            handle.init(8, budget_s)
+    assert owner.posted == []

@@ -9,11 +9,12 @@ import pytest
 from test_manager import spec
 
 from segue.kv import control_plane
-from segue.kv.config import KVConfig, LeaderRuntime, SessionConfig
+from segue.kv.config import COUNTERPART, KVConfig, LeaderRuntime, SessionConfig
 from segue.kv.control_plane import ControlPlane
+from segue.kv.errors import ConfigError
 from segue.kv.ids import ChecksumMode, Incarnation, LeaderId, RankId, Role
 from segue.kv.limits import Limits
-from segue.kv.manager import COUNTERPART, KVManager
+from segue.kv.manager import KVManager
 from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, DpRanks
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.transport.base import Endpoint
@@ -168,3 +169,20 @@ def test_whoever_is_dialled_must_be_the_leader_that_is_looked_for(monkeypatch: p
     plane.keep_session(PEER, "there", 9, lambda _: None)
     asyncio.run(connects[0]())
     assert parts.made["connect"] == (("there", 9), {"expect": PEER, "timeout_s": 7.0})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"role": Role.UNIFIED}, "role"),
+        ({"role": "prefill"}, "role"),
+        ({"transports": []}, "transports"),
+        ({"transports": "tcp"}, "transports"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_with_the_name_of_the_field(
+    wrong: dict[str, Any], named: str
+) -> None:
+    settings: dict[str, Any] = {"role": Role.PREFILL, "model": "m", "spec": spec(), "transports": ["tcp"]}
+    with pytest.raises(ConfigError, match=f"^{named}: "):
+        KVConfig(**settings | wrong)

@@ -33,7 +33,8 @@ Ranges = npt.NDArray[np.uint64]
 
 
 class Part(NamedTuple):
-    """Layers and KV heads, numbered as in the whole model: those of a rank, or those that a pair shares."""
+    """The part of the model of a rank, or that a pair of ranks shares: `layers` layers from `layer_start` and
+    `heads` KV heads from `head_start`, numbered as in the whole model."""
 
     layer_start: int
     layers: int

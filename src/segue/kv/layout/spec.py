@@ -39,8 +39,9 @@ STATE_ALIGN = 64
 
 
 class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the state that layers without KV keep of each sequence, whatever its length: `shape` items in
-    each of `layers` layers, layer after layer."""
+    """One tensor of the state of a sequence in layers without KV, of a size that does not depend on its
+    length: `shape` items of `item_bytes` bytes and of `dtype` in each of `layers` layers, layer after layer.
+    `name` tells it from others: both sides need the same."""
 
     name: str
     layers: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
@@ -61,8 +62,10 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
     `k_dim` per token (then `kv_heads == 1` and `v_dim == 0`). Layers with other head
     counts or sizes than the rest are not described by this version and refused by the engine.
 
-    `layers` counts those with KV. Layers that keep a state of fixed size instead (short convolution, linear
-    attention) are described by `state`.
+    `layers` counts those with KV. `k_dim` and `v_dim` count items of one head of one token, each of
+    `item_bytes` bytes; `dtype` is their type as torch names it ("bfloat16"). Raises LayoutMismatch for sizes
+    below 1. Layers that keep a state of fixed size instead (short convolution, linear attention) are
+    described by `state`.
     """
 
     kind: Literal["mha", "mla"] = "mha"
@@ -109,8 +112,8 @@ def _aligned(nbytes: int) -> int:
 class PlaneSpec(msgspec.Struct, frozen=True):
     """Where K (or V) of one layer lies: in bytes, but for `region`, an index into `PoolSpec.regions`.
 
-    Head `h` of token `t` of page `p` begins at byte `offset + p * page_stride + t * token_stride +
-    h * head_stride` of the region; its items lie one behind the other. NHD and HND differ in which of the
+    Head `h` of token `t` of page `p` begins at byte `offset` + p × `page_stride` + t × `token_stride` +
+    h × `head_stride` of the region; its items lie one behind the other. NHD and HND differ in which of the
     last two strides is the larger one.
     """
 
@@ -122,7 +125,11 @@ class PlaneSpec(msgspec.Struct, frozen=True):
 
 
 class Plane(NamedTuple):
-    """K or V of one layer, or some heads of it, in the flat space of offsets of a rank's memory."""
+    """K or V of one layer, or some heads of it, in the flat space of offsets of a rank's memory (`Memory`).
+
+    In bytes: the first head at `offset`, from page to page `page_stride`, from token to token `token_stride`,
+    from head to head `head_stride`; `heads` heads of `head_bytes` each.
+    """
 
     offset: int
     page_stride: int
@@ -161,6 +168,10 @@ class Plane(NamedTuple):
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """One rank's pool: its part of the model and how it lies in memory.
+
+    The rank holds `layer_count` layers from `layer_start` and `head_count` KV heads from `head_start` of
+    `shape`, in `pages` pages, numbered from 0, of `page_tokens` tokens. `coord` are its coordinates in the
+    replica, `nbytes` the memory that it needs. Raises LayoutMismatch for a part that the model does not have.
 
     `planes` say where: K of the first layer, V of it, K of the second layer and so on (MLA: only the latent
     of each), in `regions` of so many bytes. A description that overlaps itself or leaves its region is

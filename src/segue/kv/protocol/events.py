@@ -296,7 +296,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The hand-off entered `phase`. Terminal phases come exactly once and last.
+    """The hand-off `transfer` entered `phase`. A terminal phase comes exactly once, as the last.
 
     `error` comes with FAILED, `metadata` with the receiver's SUCCESS; `wire_s` comes
     with SUCCESS: on the sender the time from the first write given to the transport to the last
@@ -314,7 +314,8 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The hand-off's pages have no other owner than the engine any more; comes exactly once.
+    """The pages of the hand-off `transfer` belong to the engine again; comes exactly once, and is proven: no
+    write of the peer can land in them, no read of them is under way.
 
     On the sender: source pages may be reused. On the receiver after FAILED: published pages
     may be reused; until then they are quarantined. On the receiver after SUCCESS it comes at once.
@@ -325,7 +326,8 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """The hand-off has failed, but its published pages (`pages` of them) wait for a fence."""
+    """The hand-off `transfer` has failed, and its published pages (`pages` of them) wait for the proof that
+    nothing is written into them any more; `Release` follows."""
 
     transfer: TransferId
     pages: int

@@ -19,7 +19,8 @@ HANDOFF_VERSION = 5
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one chosen token and of the most likely alternatives, best first."""
+    """The natural log-probability `logprob` of one chosen `token` (its id), and the most likely alternatives
+    `top` as pairs of both, best first."""
 
     token: int
     logprob: float
@@ -104,11 +105,13 @@ class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Metadata(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """P→D: what decode needs besides KV. `transfer` must be the receiver's own.
+    """P→D: what decode needs besides KV. `transfer` must be the receiver's own, `prompt_tokens` its `init`'s.
 
-    `prefill_cached` and `computed` count prompt tokens. `timeline` holds prefill's durations in
-    seconds (`queue`, `bootstrap`, `prefill`). `prompt_hash` is over the prompt's tokens: two requests
-    under one room must not become one answer.
+    `first_token` is the id of the first generated token, `first_logprob` its log-probability and
+    `prompt_logprobs` those of the prompt's tokens, where a request asked for them. `prompt_hash` is over the
+    prompt's tokens, for decode's engine to compare: two requests under one room must not become one answer.
+    The others are for statistics: prompt tokens from prefill's cache (`prefill_cached`) and `computed`,
+    `chunks` sent, and prefill's durations in seconds (`timeline`: `queue`, `bootstrap`, `prefill`).
     """
 
     transfer: TransferId
@@ -168,8 +171,10 @@ class PathChosen(msgspec.Struct, frozen=True, tag=True):
     transport: str
 
 
+#: The messages between two leaders that choose a transport.
 PathMessage = ProbeReady | PathChosen
 
+#: The messages of hand-offs between two leaders.
 HandoffMessage = (
     Destination | Accepted | Moved | ChunkPosted | Metadata | Committed | Failed | Abort | Drained | Gone
 )

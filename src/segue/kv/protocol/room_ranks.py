@@ -12,12 +12,13 @@ from segue.kv.errors import DpRankConflict, DpRankOutOfRange, InvalidRequest
 
 #: What `DpRanks.load_balance` says when prefill places by `room % size`.
 FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
-#: Values of `DpRanks.on_conflict`.
+#: The values of `DpRanks.on_conflict`.
 REDIRECT_ON_CONFLICT, FAIL_ON_CONFLICT = "redirect", "fail"
 
 
 class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """How many DP ranks an instance has and how it spreads requests over them.
+    """The DP ranks of an instance: their number `size`, and the name `load_balance` of the rule that places
+    requests on them.
 
     `force_query` (`--force-query-prefill-dp-rank`) makes decode ask the registry where it could infer the
     rank, and prefill register it. `on_conflict` is what prefill does with a request on another rank than the
@@ -47,7 +48,8 @@ class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dp_rank_conflict(room: int, true: int, other: int) -> DpRankConflict:
-    """The request is on rank `true`, and decode looks for it on rank `other`, or the room names that one."""
+    """The error of a request whose `room` is on DP rank `true`, while decode looks for it, or the room itself
+    names it, on rank `other`."""
     return DpRankConflict(
         f"the request is on DP rank {true} of prefill, but its room or its hint (disagg_prefill_dp_rank) "
         f"names DP rank {other}; leave routed_dp_rank and the hint out, or start prefill with "

@@ -23,12 +23,13 @@ _KEY_BYTES = 16
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """The placement of one request, made and signed by whoever chose it.
+    """The placement of one request, made and signed by the frontend that chose it.
 
-    `budget_s` is the time left until the request's deadline when the ticket was sent. For a
-    unified instance `prefill == decode` and no hand-off takes place. If `prefill.is_open`, its instance
-    alone is named: prefill is who got the ticket, and decode finds the DP rank. `signature` is an
-    HMAC-SHA256 over the other fields under the deployment's shared secret (empty without one).
+    `room`, `attempt`, `prefill` and `decode` are the fields of its `TransferId`. `budget_s` is the time left
+    until the request's deadline when the ticket was sent. For a unified instance `prefill == decode` and no
+    hand-off takes place. If `prefill.is_open`, its instance alone is named: prefill is who got the ticket,
+    and decode finds the DP rank. `signature` is an HMAC-SHA256 over the other fields under the deployment's
+    shared secret (empty without one).
     """
 
     room: int
@@ -50,7 +51,8 @@ def sign_ticket(ticket: Ticket, secret: bytes, origin: Incarnation) -> Ticket:
 def verify_ticket(
     ticket: Ticket, secret: bytes, origin: Incarnation, now: float, max_budget_s: float = math.inf
 ) -> float:
-    """Check a ticket that just arrived; returns its deadline in seconds of the caller's clock.
+    """Check a `ticket` that just arrived, signed under `secret`; returns its deadline in seconds of the
+    caller's clock, which shows `now`.
 
     The budget counts from its arrival, so the longest one to accept is bounded by `max_budget_s`,
     and whoever overheard a ticket could use it as a fresh one later, when nobody remembers it any

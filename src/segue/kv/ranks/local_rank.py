@@ -71,20 +71,27 @@ class RankOwner(Protocol):
 
 
 class Rank(Protocol):
-    """One rank, as its leader drives it, on the leader's loop. No method waits but those that are coroutines,
-    and `close`.
+    """One rank, as its leader drives it, on the leader's loop; `local_rank` and `WorkerRank` make one. Only
+    coroutines and `close` wait.
 
     Each write is answered by one `Written` or `WriteFailed`, each fence by one `Fenced`, each checksum by one
-    `ChecksumReady`, until `close`. `endpoints` has an encoded `Endpoint` for each transport's name, `scratch`
-    is memory that nothing is kept in, if there is any.
+    `ChecksumReady`, until `close`.
     """
 
     @property
-    def spec(self) -> PoolSpec: ...
+    def spec(self) -> PoolSpec:
+        """The rank's part of the model, and its pool."""
+        ...
+
     @property
-    def endpoints(self) -> Mapping[str, bytes]: ...
+    def endpoints(self) -> Mapping[str, bytes]:
+        """An encoded `Endpoint` for each transport's name."""
+        ...
+
     @property
-    def scratch(self) -> Scratch | None: ...
+    def scratch(self) -> Scratch | None:
+        """Memory for probes, if the rank has any."""
+        ...
 
     async def start(self, owner: RankOwner, io: Io) -> None:
         """Begin to answer, to `owner`. Called once, on the loop of `io`."""
@@ -106,9 +113,9 @@ class Rank(Protocol):
         a write, or BootstrapTimeout. What raises leaves at most one write behind."""
         ...
 
-    def write(
-        self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]
-    ) -> None: ...
+    def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+        """Copy `blocks` of our memory into the peer's; `tag` comes back with the answer."""
+        ...
 
     def grant(
         self, transport: str, peer: RankId, epoch: int, pages: Sequence[int], slot: int | None = None
@@ -116,9 +123,13 @@ class Rank(Protocol):
         """True once writes may land; False if `RankOwner.granted` will say so."""
         ...
 
-    def fence(self, transport: str, peer: RankId, epoch: int) -> None: ...
+    def fence(self, transport: str, peer: RankId, epoch: int) -> None:
+        """Ask for the proof that no write of `epoch` between us and `peer` is under way or can begin."""
+        ...
 
-    def checksum(self, effect: ComputeChecksum) -> None: ...
+    def checksum(self, effect: ComputeChecksum) -> None:
+        """Hash a chunk in our memory."""
+        ...
 
     def close(self) -> None:
         """No answer after it returns. Idempotent."""
@@ -266,8 +277,9 @@ def _tell(ended: asyncio.Future[Written | WriteFailed], event: Written | WriteFa
 
 
 def local_rank(config: KVConfig, memory: Memory, runtime: LeaderRuntime, index: int = 0) -> LocalRank:
-    """A rank over `memory`, laid out as `config.spec` says. Raises ConfigError for a transport that cannot be
-    used here."""
+    """The rank `index` of a replica in this process, over `memory`, laid out as `config.spec` says. `runtime`
+    is `HOST` but in the simulator. Raises ConfigError for a transport that does not work here, and for
+    `memory` that does not fit."""
     options = TransportOptions(
         me=RankId(config.me, index),
         host=config.host,

@@ -21,11 +21,12 @@ from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFaile
 
 
 class RankWorker:
-    """The worker's end of `sock`, whose other end a `WorkerRank` has. It is served on `io`'s loop, so the
-    thread of the engine may compute meanwhile.
+    """A rank in a worker process: carries out on `rank` (`local_rank`) what the leader asks over `sock`, a
+    connected stream socket whose other end a `WorkerRank` has. It runs on `io`'s thread (`IoThread`), so the
+    thread of the engine may compute meanwhile. `limits` must be those of the leader.
 
-    `leader_gone` is called once, on the loop, when the leader has closed the channel or died: nothing will be
-    asked any more, and the process should end.
+    `leader_gone` is called once, on that thread, when the leader has closed the channel or died: nothing will
+    be asked any more, and the process should end.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class RankWorker:
         self._channel: RankChannel | None = None
 
     def start(self) -> None:
-        """Say what this rank has, and serve."""
+        """Start `io`, tell the leader what this rank has, and serve. Raises TimeoutError after
+        `limits.connect_s`."""
         self._io.start()
         self._io.call(self._start(), self._limits.connect_s)
 

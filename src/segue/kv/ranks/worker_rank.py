@@ -36,11 +36,12 @@ from segue.kv.transport.probe import PageShape, Scratch
 
 
 class WorkerRank:
-    """See `Rank`. `sock` is our end of a socket pair, whose other end a `RankWorker` has. What that one says
-    first is waited for here, at most `limits.connect_s`.
+    """The rank `index` of a leader, in another process: see `Rank`. `sock` is our end of a socket pair whose
+    other end a `RankWorker` has. The constructor waits for the worker's first message, at most
+    `limits.connect_s`; it raises BootstrapTimeout, or TransferFailed for a worker that has died.
 
-    Not more than `limits.max_session_backlog_bytes` wait for a worker that does not read, and one of which
-    nothing is heard for `limits.peer_silence_s` is given up. Raises BootstrapTimeout or TransferFailed.
+    At most `limits.max_session_backlog_bytes` wait for a worker that does not read. A worker that sends
+    nothing for `limits.peer_silence_s` counts as lost.
     """
 
     def __init__(self, index: int, sock: socket.socket, limits: Limits) -> None:

@@ -17,8 +17,12 @@ from segue.kv.ids import LeaderId, Role
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """Who is at the other end, as proven in the handshake. `hello` is the peer's own payload
-    (msgpack bytes that session does not interpret), `told` the one that it was given of us."""
+    """The peer of a session, as proven in the handshake: its `leader` and `role`, and the `address`
+    (`host:port`) that it was reached at or that it advertises.
+
+    `hello` is the payload that the peer sent (msgpack bytes that the session does not interpret), `told` the
+    one that we sent.
+    """
 
     leader: LeaderId
     role: Role
@@ -28,10 +32,12 @@ class PeerInfo:
 
 
 class Session(Protocol):
-    """One open session. Equal only to itself."""
+    """One open session. Equal only to itself. Used on the loop of its node."""
 
     @property
-    def peer(self) -> PeerInfo: ...
+    def peer(self) -> PeerInfo:
+        """The other end."""
+        ...
 
     @property
     def closing(self) -> bool:
@@ -55,7 +61,7 @@ class Session(Protocol):
 
 
 class SessionHandler(Protocol):
-    """What is done with the sessions of peers of one role. Called on the loop; must not block."""
+    """Handles the sessions with peers of one role. Called on the loop; must not block."""
 
     def hello(self) -> bytes:
         """Our payload for the handshake, in both directions."""
@@ -66,7 +72,9 @@ class SessionHandler(Protocol):
         its record reaches the peer, whose `connect` raises it."""
         ...
 
-    def opened(self, session: Session) -> None: ...
+    def opened(self, session: Session) -> None:
+        """The session is open on both sides; messages can be sent."""
+        ...
 
     def received(self, session: Session, message: object) -> None:
         """A decoded message. An exception here ends neither the session nor the process: it is

@@ -16,11 +16,12 @@ log = logging.getLogger("segue.kv.session")
 
 
 class Dialer:
-    """Keeps one session open: connects, and after a loss connects again with growing pauses.
+    """Keeps one session open: awaits `connect`, and after a loss connects again with growing pauses.
 
-    The pauses are timers of the loop and end at `stop`. Two failures in a row for the same reason
-    are logged once. `refused` hears of every refusal that trying again will not mend by itself, and of
-    every failure once the peer could not be reached for `patience_s`: who waits for it is told why.
+    The pauses, drawn with `uniform`, are timers of the loop and end at `stop`. `name` stands in the log,
+    where two failures in a row for the same reason are one line. `refused` is called with each refusal that
+    another try will not mend by itself, and with each failure once the peer could not be reached for
+    `patience_s` seconds, so that requests which wait for the peer can end with the reason.
     """
 
     def __init__(

@@ -48,12 +48,15 @@ class PendingProtocol(Protocol):
 
 
 class GuardedListener:
-    """Accepts connections until `close`.
+    """Accepts connections until `close`. Used on one asyncio loop.
 
     - `make` makes the protocol of each connection; it is a `PendingProtocol` too.
     - A connection is *pending* from the first byte until `authenticated` or `closed`; `PendingConnections`
       bounds how many there are.
-    - The first byte tells TLS from plain, so that a peer of the wrong kind is told why it is refused.
+    - A pending connection that sends nothing for `handshake_s` seconds is closed; there are at most
+      `max_pending` of them.
+    - With `server_tls` only TLS is accepted. The first byte tells TLS from plain, so that a peer of the wrong
+      kind is told why it is refused.
     - `count` is called with `refused` or `pending_dropped` for each such connection.
     - Without file descriptors the oldest pending connection is closed, or else one that `make_room` chooses.
     """

@@ -1,4 +1,4 @@
-"""A listening socket, or one sentence that says why there is none."""
+"""Listening sockets and their URLs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def url_of(scheme: str, host: str, port: int) -> str:
-    """Where what listens at `host:port` is found from this host; one that listens everywhere, by loopback."""
+    """The URL with `scheme` of a listener at `host`:`port`, from this host; loopback for one that listens at
+    every address."""
     host = _OWN.get(host, host)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def listening(host: str, port: int, *, what: str, flag: str, sockets: Any = socket) -> socket.socket:
-    """A non-blocking socket that listens at `host:port` (an empty host: everywhere; port 0: any).
+    """A non-blocking socket that listens at `host`:`port` (an empty host: every address; `port` 0: any).
 
     It listens already, so that a second process fails here and not when it begins to accept. Raises
-    ConfigError, in which `what` cannot listen and `flag` chooses another port. `sockets` has what is used of
-    the module `socket`.
+    ConfigError with `what` as the subject and `flag` as the remedy. `sockets` replaces the module `socket` in
+    the simulator.
     """
     try:
         found = sockets.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

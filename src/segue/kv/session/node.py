@@ -62,14 +62,16 @@ class _Dial:
 
 
 class SessionNode:
-    """Opens, accepts and keeps sessions. See `handshake` for the rules of opening.
+    """Opens, accepts and keeps the sessions of the leader `me` with `role`. See `handshake` for the rules of
+    opening. Used on one asyncio loop.
 
-    `handlers` are whose sessions they are, by the peer's role; a peer of another role is refused.
-    `secret` is the deployment's shared secret; without one only loopback is talked to, in both
-    directions. `message_type` is the union of msgspec structs that sessions carry. `tls` puts TLS under
-    the sessions, in both directions. `advertise` and `advertise_port` are where peers reach the listener,
-    if not where it listens: by that address a restarted peer is recognized. `protocol` is for
-    tests of version differences, `random_bytes` and `sockets` (see `listening`) for a simulator.
+    `handlers` has the handler of the sessions with peers of each role; a peer of another role is refused.
+    `secret` is the deployment's shared secret; without one only loopback is talked to, in both directions.
+    `limits` bounds times and sizes, `max_half_open` connections that have not authenticated. `message_type`
+    is the union of msgspec structs that sessions carry. `tls` puts TLS under the sessions, in both
+    directions. `advertise` and `advertise_port` are where peers reach the listener, if not where it listens:
+    by that address a restarted peer is recognized. `protocol` is for tests of version differences,
+    `random_bytes` and `sockets` (see `listening`) for a simulator.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class SessionNode:
             sock.close()
             raise ConfigError(
                 f"listening at {host} would let other machines in and there is no shared secret: "
-                "give one with --secret-file, or listen at 127.0.0.1"
+                "give one (--secret-file; in a KVConfig, secret), or listen at 127.0.0.1"
             )
         self._listen_on(sock, str(bound_host), int(bound_port))
         return str(bound_host), int(bound_port)
@@ -327,6 +329,7 @@ class SessionNode:
     # ---- what connections ask (`ConnectionOwner`) ----------------------------------------------------
 
     def new_handshake(self, dialling: bool) -> Handshake:
+        """The handshake of a new connection."""
         me = SessionHello(
             incarnation=self.me.incarnation,
             role=self.role,
@@ -346,13 +349,15 @@ class SessionNode:
         return "" if host in ("", "0.0.0.0", "::") else f"{host}:{self._advertise_port or port}"
 
     def check_address(self, host: str) -> None:
+        """Raises Unauthorized for another host without a secret."""
         if self._key is None and not is_loopback(host):
             raise Unauthorized(
-                f"{host} is another machine and there is no shared secret: give both sides the same "
-                "--secret-file"
+                f"{host} is another machine and there is no shared secret: give both sides the same one "
+                "(--secret-file; in a KVConfig, secret)"
             )
 
     def authenticated(self, connection: Connection) -> SessionHandler:
+        """The handler of a peer that has proven itself; raises a SegueError to refuse it."""
         self._listener.authenticated(connection)
         hello = connection.handshake.peer
         assert hello is not None
@@ -389,10 +394,12 @@ class SessionNode:
             old.end(PeerRestarted(f"{old.describe()} was restarted and is now {hello.leader}"), tell=True)
 
     def next_turn(self) -> int:
+        """A number larger than all before, to tell which of two connections came first."""
         self._turns += 1
         return self._turns
 
     def others(self, connection: Connection) -> list[bytes]:
+        """Ids of the other live connections with the same peer."""
         mine = connection.handshake
         assert mine.peer is not None
         return [
@@ -406,6 +413,7 @@ class SessionNode:
         ][:64]
 
     def decide(self, connection: Connection) -> bool:
+        """True to open `connection`, False if another session with its peer stays."""
         old = self._open.get(connection.peer.leader)
         if old is None:
             return True
@@ -414,6 +422,7 @@ class SessionNode:
         return fresh and old.handshake.id not in connection.handshake.others
 
     def opened(self, connection: Connection) -> None:
+        """The session is open: it replaces an older one, and the handler hears of it."""
         leader = connection.peer.leader
         old = self._open.get(leader)
         if old is not None:
@@ -439,6 +448,7 @@ class SessionNode:
             log.exception("the handler failed on the new session with %s", connection.describe())
 
     def ended(self, connection: Connection) -> None:
+        """The connection has ended; its socket may still be open."""
         hello = connection.handshake.peer
         if hello is not None and self._open.get(hello.leader) is connection:
             del self._open[hello.leader]
@@ -463,6 +473,7 @@ class SessionNode:
             log.warning("no session with %s: %s", connection.describe(), error)
 
     def closed(self, connection: Connection, error: SegueError) -> None:
+        """Tell the handler of the end of a session that was open."""
         hello = connection.handshake.peer
         if hello is not None and self._told.get(hello.leader) is connection:
             del self._told[hello.leader]
@@ -473,15 +484,18 @@ class SessionNode:
             log.exception("the handler failed on the end of the session with %s", connection.describe())
 
     def lost(self, connection: Connection) -> None:
+        """The socket of `connection` is closed."""
         self._connections.pop(connection, None)
         self._listener.closed(connection)
         if not self._connections and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
     def batch_begin(self) -> None:
+        """Keep what is sent until `batch_end`."""
         self._batch_depth += 1
 
     def batch_end(self) -> None:
+        """Send what was kept, in one write for each session."""
         self._batch_depth -= 1
         if self._batch_depth == 0 and self._batch:
             batch, self._batch = self._batch, []
@@ -489,6 +503,7 @@ class SessionNode:
                 connection.wire.flush()
 
     def batching(self, connection: Connection) -> bool:
+        """True while a batch is open; `connection` is flushed at its end."""
         if self._batch_depth == 0:
             return False
         self._batch.append(connection)
@@ -500,6 +515,7 @@ class SessionNode:
         return len(self._listener.pending)
 
     def count(self, what: str) -> None:
+        """Add one to a counter of `stats`."""
         setattr(self.stats, what, getattr(self.stats, what) + 1)
 
 

@@ -1,8 +1,8 @@
-"""The three ways to run a task. A bare `create_task` is none: what it raises is seen by nobody, and what it
-did is done no more (`tests/house` forbids it).
+"""The three ways to run a task. Do not call `create_task` directly: its exceptions are lost and nothing
+restarts it (`tests/house` forbids it).
 
-`background` has an owner who hears of its failure, `keep_running` begins again, and `awaited` is for a
-result that the caller itself takes.
+`background` reports a failure to its owner, `keep_running` restarts, and `awaited` is for a result that the
+caller takes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LONGEST_PAUSE_S: Final = 5.0
 
 
 def typed(error: Exception, what: str) -> SegueError:
-    """`error` itself if it is a SegueError. Anything else is a bug: it is logged with its traceback, and
-    becomes Internal. `what` was being done."""
+    """`error` itself if it is a SegueError. Any other exception is a bug: it is logged with its traceback and
+    becomes Internal. `what` names the work that failed."""
     if isinstance(error, SegueError):
         return error
     log.error("a bug: %s failed", what, exc_info=error)
@@ -36,7 +36,8 @@ def typed(error: Exception, what: str) -> SegueError:
 def awaited(
     work: Coroutine[Any, Any, T], *, name: str = "", loop: asyncio.AbstractEventLoop | None = None
 ) -> asyncio.Task[T]:
-    """A task whose result, or exception, the caller takes, or whose cancellation it waits for."""
+    """A task `name` for `work` on `loop` (default: the running one) whose result or exception the caller
+    takes, or whose cancellation it waits for."""
     return (loop or asyncio.get_running_loop()).create_task(work, name=name or None)
 
 
@@ -47,8 +48,8 @@ def background(
     failed: Callable[[SegueError], None],
     loop: asyncio.AbstractEventLoop | None = None,
 ) -> asyncio.Task[None]:
-    """Run `work` once, with nobody to wait for it. Whatever it raises but its cancellation reaches
-    `failed` (see `typed`), which must end what was to be done, visibly."""
+    """Run `work` once on `loop`, with no caller that waits for it. Each exception but a cancellation reaches
+    `failed` (see `typed`), which must end the work's purpose visibly. `name` stands in the log."""
 
     async def guarded() -> None:
         try:
@@ -69,8 +70,9 @@ def keep_running(
     failed: Callable[[SegueError], None] | None = None,
     loop: asyncio.AbstractEventLoop | None = None,
 ) -> asyncio.Task[None]:
-    """Run what `make` makes until it is cancelled. When it raises, or ends, `failed` is told (see `typed`),
-    and after a pause, which grows up to `LONGEST_PAUSE_S`, it begins again."""
+    """Run the coroutines of `make` on `loop`, one after the other, until the task is cancelled. When one
+    raises or ends, `failed` is called (see `typed`), and the next begins after a pause that grows up to
+    `LONGEST_PAUSE_S`. `name` stands in the log."""
 
     async def again() -> None:
         clock = asyncio.get_running_loop().time

@@ -20,18 +20,26 @@ from segue.kv.errors import ConfigError
 HANDSHAKE_RECORD = 0x16
 #: What OpenSSL calls the first bytes of a peer that does not speak TLS.
 _NOT_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE"}
+#: The end of each sentence about a peer of the other kind.
 GIVE_BOTH = "give both sides --tls-cert, --tls-key and --tls-ca, or neither"
 
 
 class TlsFiles(Protocol):
-    """The PEM files of one process: its certificate, its private key, the authority of all. All or none."""
+    """The paths of the PEM files of one process: its certificate, its private key, the authority of all. All
+    or none."""
 
     @property
-    def tls_cert(self) -> str | None: ...
+    def tls_cert(self) -> str | None:
+        """The certificate, with its chain."""
+
     @property
-    def tls_key(self) -> str | None: ...
+    def tls_key(self) -> str | None:
+        """The private key."""
+
     @property
-    def tls_ca(self) -> str | None: ...
+    def tls_ca(self) -> str | None:
+        """The authority."""
+
     @property
     def enabled(self) -> bool:
         """TLS is asked for."""
@@ -39,7 +47,8 @@ class TlsFiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Both contexts of one process."""
+    """Mutual TLS of one process: the contexts for connections that it accepts (`server`) and opens
+    (`client`). See `load_tls`."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
@@ -57,13 +66,18 @@ def tls_from_files(config: TlsFiles, host: str | None) -> Tls | None:
     assert config.tls_cert is not None
     assert config.tls_key is not None
     assert config.tls_ca is not None
-    tls = load(config.tls_cert, config.tls_key, config.tls_ca)
+    tls = load_tls(config.tls_cert, config.tls_key, config.tls_ca)
     _rehearse(tls, config, host)
     return tls
 
 
-def load(cert: str, key: str, ca: str) -> Tls:
-    """Contexts from PEM files: a certificate (with its chain), its key, the authority."""
+def load_tls(cert: str, key: str, ca: str) -> Tls:
+    """Contexts for mutual TLS from the paths of three PEM files: this host's certificate `cert` (with its
+    chain), its private `key` without a passphrase, and `ca`, the authority that has issued those of all
+    hosts.
+
+    Raises ConfigError for a file that cannot be read or used; the text names it by its flag.
+    """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for flag, name in (("--tls-cert", cert), ("--tls-key", key), ("--tls-ca", ca)):
@@ -133,7 +147,7 @@ def _rehearse(tls: Tls, config: TlsFiles, host: str | None) -> None:
 
 
 def explain_tls(error: ssl.SSLError) -> str:
-    """Why a TLS connection was not made, for a person."""
+    """A sentence that says why a TLS connection failed with `error`."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not valid here: {error.verify_message}"
     if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
@@ -144,5 +158,5 @@ def explain_tls(error: ssl.SSLError) -> str:
 
 
 def not_tls(error: ssl.SSLError) -> bool:
-    """The other side sent something that is not TLS at all."""
+    """True if `error` says that the peer sent something that is not TLS."""
     return error.reason in _NOT_TLS

@@ -11,7 +11,7 @@ LINGER_S = 1.0
 
 
 def send_at_once(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel wait for nothing more to send along, if this is TCP."""
+    """Set TCP_NODELAY on the socket of `transport`, if it is TCP: small messages leave at once."""
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

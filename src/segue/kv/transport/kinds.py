@@ -15,7 +15,9 @@ from segue.kv.transport.base import Endpoint, EventSink, Transport
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 from segue.kv.transport.options import TransportOptions
 
+#: In a command's `--transport`: all transports of `TransportKinds.automatic` that work here.
 AUTO_TRANSPORT = "auto"
+#: The value of `TransportKinds.available` for a transport that works here.
 USABLE = "ok"
 _ABSENT = "not part of this version of segue"
 
@@ -105,6 +107,7 @@ class TransportKinds:
         return kind.unusable() or USABLE
 
 
+#: All transports of this version. `KINDS.available()` says of each whether it works on this host.
 KINDS = TransportKinds(
     {
         "fake": "segue.kv.transport.fake:FakeTransport",

@@ -22,13 +22,13 @@ from segue.kv.layout.content import Content
 from segue.kv.layout.spec import Plane, PoolSpec
 from segue.kv.path_figures import PathCandidate, PathFigures
 
-#: Behind the pool of each rank.
+#: Bytes behind the pool of each rank for probes (`KVConfig.scratch_bytes`).
 SCRATCH_BYTES = 4 * 2**20
 #: A transport displaces one that is preferred to it if it is so much faster; less is noise.
 _CLEARLY = 1.5
 #: What the speeds are compared by: so many pages, at once.
 _TYPICAL_PAGES = 64
-#: A path that is so much slower than the host itself has taken a way that nobody wants.
+#: A path is reported as slow if it has less than one part in so many of the host's own memory speed.
 FAR_UNDER = 20
 _HOST_BYTES = 32 * 2**20
 _HOST_TURNS = 3

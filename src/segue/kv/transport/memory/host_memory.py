@@ -40,7 +40,8 @@ _V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process can still take without swapping."""
+    """Bytes that this process can still take without swapping, by the host and its control groups. `root` is
+    another file system in tests."""
     words = (root / "proc/meminfo").read_text(encoding="ascii").split()
     host = int(words[words.index("MemAvailable:") + 1]) * 1024
     return max(0, min([host, *(group.limit_bytes - group.used_bytes for group in limited_groups(root))]))
@@ -48,7 +49,8 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 def limited_groups(root: Path = Path("/")) -> list[GroupMemory]:
     """The control groups of this process with a limit of memory, from its own up to the last that it sees: in
-    a container that is the container's, whatever path the kernel names."""
+    a container that is the container's, whatever path the kernel names. `root` is another file system in
+    tests."""
     is_v1, folders = _groups(root, "memory")
     files = _V1 if is_v1 else _V2
     found = []
@@ -63,7 +65,8 @@ def limited_groups(root: Path = Path("/")) -> list[GroupMemory]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs whose time this process may take: the least quota of its control groups; None without one."""
+    """CPUs whose time this process may take: the least quota of its control groups; None without one. `root`
+    is another file system in tests."""
     is_v1, folders = _groups(root, "cpu")
     found = []
     for at in folders:

@@ -111,7 +111,8 @@ def host_region(buffer: mmap.mmap | bytearray | memoryview | npt.NDArray[Any]) -
 
 
 class Memory:
-    """All memory of a rank: its regions, one after the other in one flat space of offsets.
+    """All memory of a rank: its `regions`, one after the other in one flat space of offsets. `buffer` is the
+    memory of a single region, for `numpy.frombuffer` or `torch.frombuffer`.
 
     Blocks, pools and grants name bytes by their offset in this space. Region `i` begins at `starts[i]`
     (`layout.spec.region_starts`); between two regions there is a gap, so that no range lies in both.
@@ -205,7 +206,8 @@ _ADVICE = {
 
 
 def allocate(nbytes: int, name: str = "segue-kv") -> Memory:
-    """One zeroed region of `nbytes` (rounded up to whole pages) with a memfd, all of it resident.
+    """One zeroed region of `nbytes` (rounded up to whole pages) with a memfd called `name`, all of it
+    resident. The memory lives as long as the returned object or a buffer of it.
 
     Raises OutOfCapacity when the host cannot back it: better now than as SIGBUS in a request.
     """

@@ -66,6 +66,9 @@ def pool_of(
 ) -> tuple[PoolSpec, Memory]:
     """The pool that lies in an engine's own tensors, and their memory; nothing is copied.
 
+    `shape` is the KV of the whole model. This rank's part begins at layer `layer_start` and KV head
+    `head_start`; `coord` are its coordinates in the replica.
+
     `layers` holds K and V of each layer of this rank (MLA: the latent alone) as views `[page, token,
     head, item]` of any strides, of numpy or torch: `t[0]`, `t[1]` of `[2, pages, tokens, heads, items]`.
     Without `memory` the tensors are regions of host or device memory as they are; with it they must lie in
