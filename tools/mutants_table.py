@@ -53,8 +53,8 @@ MUTANTS = (
     Mutant(
         "unproven fence is a proof",
         "kv/protocol/tally.py",
-        "        if proven:\n            self.unproven.discard(rank)",
-        "        self.unproven.discard(rank)",
+        "        if proven:\n            self.unproven.discard(asked)",
+        "        self.unproven.discard(asked)",
         "the answer to a fence is taken as a proof, whatever it says",
     ),
     Mutant(
@@ -251,9 +251,9 @@ MUTANTS = (
     ),
     Mutant(
         "writes between own ranks are not fenced",
-        "kv/ranks/rank_group.py",
-        "                partners.setdefault(writer.rank, {})[reader] = None",
-        "                if reader.leader != self._me:\n                    partners.setdefault(writer.rank, {})[reader] = None",
+        "kv/protocol/link.py",
+        "            found.setdefault(writer.rank, {})[reader] = None",
+        "            if reader.leader != me:\n                found.setdefault(writer.rank, {})[reader] = None",
         "the rank that is written to is fenced, after all",
     ),
     Mutant(

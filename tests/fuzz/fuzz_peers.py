@@ -15,6 +15,7 @@ from segue.engine.pages import PagePool
 from segue.engine.request import Grammar, Output, Request, SamplingParams, Usage
 from segue.kv.errors import DECODE_ERRORS, ErrorCode, ErrorInfo
 from segue.kv.ids import FinishReason, Incarnation, LeaderId, Role, Span, TransferId
+from segue.kv.layout.planner import plan_pair
 from segue.kv.limits import Limits
 from segue.kv.peers import join
 from segue.kv.protocol import events
@@ -48,6 +49,7 @@ P, D, F = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)), Inca
 TRANSFER = TransferId(7, 0, P, D)
 BROKEN = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, text="it broke", room=7, retryable=True)
 SPEC = lineage_spec(32, 4)
+PLAN = plan_pair([SPEC], [SPEC])
 encode = msgspec.msgpack.encode
 
 
@@ -124,8 +126,8 @@ def _destination() -> HandoffMessage:
 
 def _exchange(role: Role, peer: LeaderId) -> Exchange:
     me = P if role is Role.PREFILL else D
-    exchange = Exchange(role, me, f"{role.value} x", Limits(), info(), "fake")
-    exchange.handle(events.PeerUp(peer, info(), "fake"), 0.0)
+    exchange = Exchange(role, me, f"{role.value} x", Limits(), "fake")
+    exchange.handle(events.PeerUp(peer, PLAN, "fake"), 0.0)
     opened: events.Event = (
         events.OpenSender(TRANSFER, 10, 50.0)
         if role is Role.PREFILL

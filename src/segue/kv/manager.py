@@ -102,7 +102,6 @@ class KVManager:
             me=config.me,
             origin=f"{config.role.value} {config.me}",
             limits=config.limits,
-            info=info,
             kv_checksum=config.kv_checksum,
             dp=config.dp,
         )
@@ -297,8 +296,6 @@ class KVManager:
         except Exception as exc:
             log.warning("a fence was not taken again: %s", typed(exc, "carrying out Fence"))
             self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect, route)
-        if self.exchange.transfer_of(effect.transfer.decode, effect.epoch) is None:
-            self._ranks.released(effect.transfer)
 
     def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
         """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
@@ -321,9 +318,6 @@ class KVManager:
             case events.ComputeChecksum():
                 # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
                 self.io.loop.call_soon(self._digest, effect)
-            case events.Release():
-                self._ranks.released(effect.transfer)
-                self.open_ranks.carry_out(effect)
             case _:
                 self.open_ranks.carry_out(effect)
 
@@ -421,8 +415,7 @@ class KVManager:
             case transport_base.WriteFailed():
                 self._handle(events.WriteBroken(transfer, rank, event.tag, event.error.info, event.refused))
             case transport_base.Fenced():
-                if (proven := self._ranks.fenced(transfer, rank, event)) is not None:
-                    self._handle(events.FenceDone(transfer, rank, proven))
+                self._handle(events.FenceDone(transfer, rank, event.peer, event.proven))
 
     def _relays_end(self, name: str, error: SegueError) -> None:
         """A path between two ranks of ours has ended: the peers whose KV goes over such paths meet anew."""
@@ -447,12 +440,12 @@ class KVManager:
 
     def opened(self, session: Session) -> None:
         """Open the path to its memory, then tell the protocol."""
-        joined, leader = self.compatibility.check_peer(session.peer), session.peer.leader
-        peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport), probe=joined.probe)
+        joined, leader = self.compatibility.checked(session.peer), session.peer.leader
+        plan, transport = joined.plan, joined.transport
+        peer = Peer(session, joined.info, transport, PathSpeed(transport), plan, joined.probe)
         self._peers[leader] = peer
-        plan = joined.plan
         needed = self._peers.keys() | self.exchange.peers()
-        self._ranks.choose(leader, joined.transport, plan.pairs, needed, plan.relays)
+        self._ranks.choose(leader, transport, plan.pairs, needed, plan.relays)
         if peer.probe is not None:
             peer.word = self.io.loop.create_future()
         if peer.probe is not None or self._ranks.writes_for(leader):
@@ -473,7 +466,7 @@ class KVManager:
         peer.opening, who = None, peer.session.peer
         about = (who.role.value, who.leader, who.address, peer.transport)
         log.info("peer joined role=%s leader=%s address=%s transport=%s", *about)
-        self._handle(events.PeerUp(who.leader, peer.info, peer.transport))
+        self._handle(events.PeerUp(who.leader, peer.plan, peer.transport))
         early, peer.early = peer.early, []
         for message in early:
             self._handle(events.Received(who.leader, message))

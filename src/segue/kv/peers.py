@@ -23,6 +23,9 @@ log = logging.getLogger("segue.kv")
 
 #: So much must have been written before a path's speed says something.
 MEASURED_BYTES = 2**20
+#: Peers between being let in and the opening of their session, which follow one another in milliseconds.
+#: What was found of any further one is found again.
+BETWEEN = 64
 
 
 @dataclass(slots=True)
@@ -70,11 +73,12 @@ class Peer:
     info: LeaderInfo
     transport: str
     speed: PathSpeed
-    opening: asyncio.Task[None] | None = None
-    early: list[HandoffMessage] = field(default_factory=list)
+    plan: PairPlan
     #: If the pair may choose its transport: what it measures, and the peer's word. On prefill that is that it
     #: may write, on decode the choice.
     probe: Probe | None = None
+    opening: asyncio.Task[None] | None = None
+    early: list[HandoffMessage] = field(default_factory=list)
     word: asyncio.Future[PathMessage] | None = None
 
     @property
@@ -119,6 +123,8 @@ class Compatibility:
         self._kinds = kinds
         #: What was ever said of ourselves, by its bytes: one more with each transport that was withdrawn.
         self._said: dict[bytes, LeaderInfo] = {}
+        #: The peers that were let in and whose sessions have not opened; at most `BETWEEN`.
+        self._checked: dict[PeerInfo, PeerPlan] = {}
         self.say(info)
 
     def say(self, info: LeaderInfo) -> None:
@@ -129,6 +135,17 @@ class Compatibility:
 
     def check_peer(self, peer: PeerInfo) -> PeerPlan:
         """See `join`; by what the peer was told, so that both sides come to the same."""
+        plan = self._join(peer)
+        if len(self._checked) >= BETWEEN:
+            del self._checked[next(iter(self._checked))]
+        self._checked[peer] = plan
+        return plan
+
+    def checked(self, peer: PeerInfo) -> PeerPlan:
+        """What `check_peer` found a moment ago, when the peer was let in; once."""
+        return self._checked.pop(peer, None) or self._join(peer)
+
+    def _join(self, peer: PeerInfo) -> PeerPlan:
         return join(self._role, self._said.get(peer.told, self.info), peer, self._kinds)
 
 

@@ -98,9 +98,9 @@ class Rig:
         session: Any = SimpleNamespace(peer=SimpleNamespace(leader=PEER), send=self.sent.append)
         left_out = [PathCandidate(transport="third", why_not="is not offered by both")]
         probe = Probe(["first", "second"], left_out, 0, 1, Scratch(5, 8), PageShape(1, 1))
-        self.peer = Peer(
-            session, info, "first", PathSpeed("first"), probe=probe, word=self.loop.create_future()
-        )
+        plan: Any = None  # nothing here is about ranks
+        word = self.loop.create_future()
+        self.peer = Peer(session, info, "first", PathSpeed("first"), plan, probe, word=word)
         runtime: Any = SimpleNamespace(
             transports=SimpleNamespace(kind=lambda name: SimpleNamespace(in_memory=name in self.in_memory)),
             host_speed=lambda: None,

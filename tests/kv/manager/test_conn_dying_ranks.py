@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_conn_effects import PREFILL, Line, Rig
+from test_conn_effects import PLAN, PREFILL, Line, Rig
 
 from segue.kv.errors import Internal, PeerLost
 from segue.kv.ids import LeaderId, RankId, Role, TransferId, new_incarnation
@@ -24,23 +26,26 @@ SILENT = RankId(PREFILL, 2)
 
 
 class OneSided:
-    """What one rank of decode answers over a transport that knows only who may still write. What is under way
+    """What two ranks of decode answer over a transport that knows only who may still write. What is under way
     to the manager arrives in any order."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.writers = [RankId(PREFILL, 0), RankId(PREFILL, 1)]
-        self.under_way: list[Fenced | PeerGone] = []
+        self.under_way: list[tuple[int, Fenced | PeerGone]] = []
 
-    def fence(self, _transport: str, peer: RankId, epoch: int) -> None:
-        proven = peer.leader == PREFILL and peer not in self.writers
-        self.under_way.append(Fenced(peer, epoch, proven))
+    def rank(self, index: int) -> Any:
+        def fence(_transport: str, peer: RankId, epoch: int) -> None:
+            proven = peer.leader == PREFILL and peer not in self.writers
+            self.under_way.append((index, Fenced(peer, epoch, proven)))
 
-    def happens(self) -> Fenced | PeerGone | None:
+        return SimpleNamespace(fence=fence, grant=lambda *_: True, close=lambda: None)
+
+    def happens(self) -> tuple[int, Fenced | PeerGone] | None:
         """A writer dies, or what is answered next."""
         if self.writers and self._rng.random() < 0.2:
             dead = self.writers.pop(self._rng.randrange(len(self.writers)))
-            self.under_way.append(PeerGone(dead, True, PeerLost("it has ended")))
+            self.under_way.append((0, PeerGone(dead, True, PeerLost("it has ended"))))
         if not self.under_way:
             return None
         return self.under_way.pop(self._rng.randrange(len(self.under_way)))
@@ -62,7 +67,9 @@ def aborted(rig: Rig, room: int) -> TransferId:
 @pytest.fixture
 def decode() -> Iterator[Rig]:
     made = Rig()
+    ranks = made.manager._ranks._ranks
     yield made
+    made.manager._ranks._ranks = ranks  # what is to be closed
     made.manager.close()
     made.memory.close()
 
@@ -74,18 +81,17 @@ def test_pages_come_back_once_all_who_may_write_are_dead_and_not_before(
     decode: Rig, now_over: str, silent: bool, relays: Any
 ) -> None:
     manager = decode.manager
-    rank: Any = manager._ranks[0]
     pairs = (*PAIRS, (SILENT.rank, 0)) if silent else PAIRS
     for seed in range(40):
         manager._ranks.choose(PREFILL, TRANSPORT, pairs, (), relays)
-        manager._handle(events.PeerUp(PREFILL, manager.compatibility.info, TRANSPORT))
+        manager._handle(events.PeerUp(PREFILL, replace(PLAN, pairs=pairs, relays=relays), TRANSPORT))
         transport = OneSided(random.Random(seed))
-        rank.fence = transport.fence
+        manager._ranks._ranks = [transport.rank(0), transport.rank(1)]
         transfer = aborted(decode, 100 + seed)
         manager._ranks.choose(PREFILL, now_over, pairs, (), relays)
         while transport.writers or transport.under_way:
-            if (event := transport.happens()) is not None:
-                manager._moved(0, TRANSPORT, event)
+            if (happened := transport.happens()) is not None:
+                manager._moved(happened[0], TRANSPORT, happened[1])
             assert not (transport.writers and decode.of(transfer, events.Release)), (
                 f"{seed}: one may still write"
             )
@@ -99,10 +105,11 @@ def test_the_death_of_one_rank_frees_no_page_however_many_peers_have_come_since(
     manager._ranks.choose(PREFILL, TRANSPORT, PAIRS, ())
     manager._ranks._max_peers = 2
     transport = OneSided(random.Random(0))
-    manager._ranks[0].fence = transport.fence  # type: ignore[method-assign]
+    manager._handle(events.PeerUp(PREFILL, replace(PLAN, pairs=PAIRS), TRANSPORT))
+    manager._ranks._ranks = [transport.rank(0)]
     transfer = aborted(decode, 100)
-    for answer in transport.under_way:
-        manager._moved(0, TRANSPORT, answer)
+    for rank, answer in transport.under_way:
+        manager._moved(rank, TRANSPORT, answer)
     line: Any = decode.line
     line.peer = PeerInfo(PREFILL, Role.PREFILL, "there", manager.hello())
     manager.closed(line, PeerLost("broken"))

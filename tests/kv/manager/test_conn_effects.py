@@ -13,6 +13,7 @@ from segue.kv.config import KVConfig, LeaderRuntime
 from segue.kv.errors import ErrorCode, Internal, OutOfCapacity, PeerLost
 from segue.kv.ids import Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
 from segue.kv.layout.content import Content
+from segue.kv.layout.planner import plan_pair
 from segue.kv.manager import KVManager
 from segue.kv.peers import PathSpeed, Peer
 from segue.kv.protocol import events
@@ -22,6 +23,7 @@ from segue.kv.transport.base import PeerGone
 from segue.kv.transport.memory.pool_memory import allocate
 
 PREFILL = LeaderId(Incarnation("a" * 32))
+PLAN = plan_pair([SPEC], [SPEC])
 
 
 class StillIo:
@@ -73,9 +75,9 @@ class Rig:
         self.manager = KVManager(config, self.memory, self.changed, runtime=LeaderRuntime(io=StillIo))  # type: ignore[arg-type]
         self.line = Line()
         info = self.manager.compatibility.info
-        self.manager._peers[PREFILL] = Peer(self.line, info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
+        self.manager._peers[PREFILL] = Peer(self.line, info, "fake", PathSpeed("fake"), PLAN)  # type: ignore[arg-type]
         self.manager._ranks.choose(PREFILL, "fake", ((0, 0),), ())
-        self.manager._handle(events.PeerUp(PREFILL, info, "fake"))
+        self.manager._handle(events.PeerUp(PREFILL, PLAN, "fake"))
         self.one, self.other = self.opened(5), self.opened(6)
         self.changes.clear()
 
@@ -137,7 +139,7 @@ def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> events
             return events.Grant(one, 0, 1, (0,))
         case "Fence":
             monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
-            return events.Fence(one, 0, 1)
+            return events.Fence(one, 0, RankId(PREFILL), 1)
         case "ComputeChecksum":
             monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
             return events.ComputeChecksum(one, 0, 1, Content((), ()))
@@ -243,23 +245,10 @@ def test_a_fence_that_the_transport_did_not_take_is_asked_again(
     assert (again, route.transport) == (effect, "fake")
 
 
-def test_for_a_fence_that_is_asked_again_after_its_hand_off_nobody_waits(rig: Rig) -> None:
-    route = rig.manager._ranks.route_to(PREFILL)
-    rank: Any = rig.manager._ranks[0]
-    rank.fence = lambda *_: None  # not answered yet
-    alive = rig.manager.exchange._machines[rig.one].epoch
-    over = TransferId(99, 0, PREFILL, rig.manager.config.me)
-    before = rig.manager._ranks.unanswered
-    rig.manager._fence_again(events.Fence(over, 0, 2**60), route)
-    assert rig.manager._ranks.unanswered == before, "its entry would stay for ever"
-    rig.manager._fence_again(events.Fence(rig.one, 0, alive), route)
-    assert rig.manager._ranks.unanswered == before + 1
-
-
 def test_a_closed_manager_asks_for_no_fence_again(rig: Rig) -> None:
     asked: list[Any] = []
     rig.manager._ranks.carry_out = lambda *what: asked.append(what)  # type: ignore[method-assign, assignment]
-    fence = events.Fence(rig.one, 0, 1)
+    fence = events.Fence(rig.one, 0, RankId(PREFILL), 1)
     for closed in (False, True):
         rig.manager._closed = closed
         rig.manager._fence_again(fence, None)
@@ -269,7 +258,7 @@ def test_a_closed_manager_asks_for_no_fence_again(rig: Rig) -> None:
 
 def test_a_fence_that_raises_when_a_rank_of_the_peer_has_died_costs_no_other_one_its_proof(rig: Rig) -> None:
     rig.manager._ranks.choose(PREFILL, "fake", ((0, 0), (1, 0)), ())
-    fences = [events.Fence(rig.one, 0, 1), events.Fence(rig.other, 0, 2)]
+    fences = [events.Fence(rig.one, 0, RankId(PREFILL), 1), events.Fence(rig.other, 0, RankId(PREFILL), 2)]
     rig.manager.exchange.unproven_fences = lambda *_: fences  # type: ignore[method-assign]
     asked: list[tuple[events.Fence, str]] = []
 
@@ -289,7 +278,7 @@ def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined
         raise RuntimeError("a bug")
 
     rig.manager.exchange.handle = bug  # type: ignore[method-assign, assignment]
-    rig.manager._handle(events.PeerUp(PREFILL, rig.manager.compatibility.info, "fake"))
+    rig.manager._handle(events.PeerUp(PREFILL, PLAN, "fake"))
     assert type(rig.line.sent[-1]) is Internal
 
 
@@ -340,7 +329,7 @@ def test_the_timer_waits_for_the_nearest_deadline_also_when_it_came_last(rig: Ri
 def test_the_late_end_of_a_session_is_not_the_end_of_the_one_after_it(rig: Rig) -> None:
     old, new = rig.line, Line()
     old.peer = type("P", (), {"role": Role.PREFILL, "leader": PREFILL})()  # type: ignore[attr-defined]
-    rig.manager._peers[PREFILL] = Peer(new, rig.manager.compatibility.info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
+    rig.manager._peers[PREFILL] = Peer(new, rig.manager.compatibility.info, "fake", PathSpeed("fake"), PLAN)  # type: ignore[arg-type]
     rig.manager.closed(old, OutOfCapacity("x"))  # type: ignore[arg-type]
     assert rig.manager._peers[PREFILL].session is new  # type: ignore[comparison-overlap]
     assert not rig.changes

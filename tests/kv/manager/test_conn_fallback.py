@@ -100,7 +100,7 @@ def test_a_fence_that_was_not_taken_is_asked_again_of_the_transport_that_has_the
     decode = LeaderId(new_incarnation())
     ranks, asked = prefill.manager._ranks, queue.Queue[str]()
     monkeypatch.setattr(ranks._ranks[0], "fence", lambda name, *_: asked.put(name))
-    fence = Fence(TransferId(1, 0, prefill.me, decode), 0, 5)
+    fence = Fence(TransferId(1, 0, prefill.me, decode), 0, RankId(decode), 5)
 
     def refuse() -> None:
         ranks.choose(decode, "shm", [(0, 0)], ())

@@ -7,14 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 from test_conn_paths import endpoint_bytes, info
-from test_manager import SHAPE
+from test_manager import SHAPE, Side, assert_handed_over
 
+from segue.kv import peers
 from segue.kv.errors import LayoutMismatch, PeerRefused
 from segue.kv.ids import LeaderId, RankCoord, Role, new_incarnation
+from segue.kv.layout.planner import plan_pair
 from segue.kv.layout.spec import PoolSpec
-from segue.kv.peers import PeerPlan, join
+from segue.kv.peers import Compatibility, PeerPlan, join
 from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo
 from segue.kv.session.api import PeerInfo
+from segue.kv.transport.kinds import KINDS
 from segue.kv.transport.probe import Scratch, page_shape
 
 
@@ -109,3 +112,27 @@ def test_no_transport_in_common_names_those_of_either_side() -> None:
     shm = info(endpoints={"shm": [endpoint_bytes(1000, "shm")]})
     with pytest.raises(PeerRefused, match=r"prefill offers \['shm'\], decode \['tcp'\]"):
         joined(shm, info())
+
+
+def test_a_pair_is_planned_once_a_session_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[object] = []
+    monkeypatch.setattr(peers, "plan_pair", lambda *specs: planned.append(specs) or plan_pair(*specs))
+    prefill, decode = Side(Role.PREFILL), Side(Role.DECODE)
+    for side in (prefill, decode):
+        side.manager.start()
+    decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+    assert_handed_over(prefill, decode, 8, 8)
+    assert len(planned) == 2
+    for side in (prefill, decode):
+        side.close()
+
+
+def test_what_was_found_of_peers_whose_sessions_never_open_is_bounded() -> None:
+    there = Compatibility(Role.PREFILL, info(), KINDS)
+    hello = msgspec.msgpack.encode(info())
+    for _ in range(peers.BETWEEN + 5):
+        there.check_peer(PeerInfo(LeaderId(new_incarnation()), Role.DECODE, "there", hello))
+    assert len(there._checked) == peers.BETWEEN
+    last = next(reversed(there._checked))
+    assert there.checked(last) == there.checked(last), "it is found again"
+    assert len(there._checked) == peers.BETWEEN - 1

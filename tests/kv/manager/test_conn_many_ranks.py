@@ -13,7 +13,6 @@ from segue.kv.layout.content import Content
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo
 from segue.kv.ranks.rank_group import Ranks
-from segue.kv.transport.base import Fenced
 from segue.kv.transport.probe import Scratch
 
 ME, PEER, OTHER = (LeaderId(new_incarnation()) for _ in range(3))
@@ -165,27 +164,9 @@ def test_a_grant_that_holds_at_once_is_not_waited_for() -> None:
     assert ranks.carry_out(events.Grant(transfer, 1, 7, (3,)))
     assert not ranks.carry_out(events.Grant(transfer, 0, 7, (3,)))
     assert ranks.unanswered == 1
-    ranks.carry_out(events.Fence(transfer, 0, 7))
+    ranks.carry_out(events.Fence(transfer, 0, RankId(PEER, 0), 7))
     for writer in (RankId(PEER, 0), RankId(PEER, 1), RankId(ME, 1)):
         assert ranks.granted(transfer, 0, writer, 7, None) is None, "its epoch is over"
-
-
-def test_that_ranks_of_our_own_have_answered_is_enough_and_prefill_s_must_be_proven() -> None:
-    """Both ends of what is passed on are fenced; the peer's end is not ours."""
-    ranks, _, transfer = decode()
-    for rank in (0, 1):
-        ranks.carry_out(events.Fence(transfer, rank, 7))
-    assert ranks.unanswered == 2
-    assert ranks.fenced(transfer, 1, Fenced(RankId(ME, 0), 7, False)) is True
-    assert ranks.fenced(transfer, 0, Fenced(RankId(PEER, 0), 7, True)) is None
-    assert ranks.fenced(transfer, 0, Fenced(RankId(ME, 1), 7, False)) is None
-    assert ranks.fenced(transfer, 0, Fenced(RankId(PEER, 1), 7, False)) is False
-    assert ranks.fenced(transfer, 0, Fenced(RankId(PEER, 1), 7, True)) is True, (
-        "a proof counts whenever it comes"
-    )
-    assert ranks.fenced(TransferId(6, 0, PEER, ME), 0, Fenced(RankId(PEER, 1), 7, True)) is None
-    ranks.released(transfer)
-    assert ranks.unanswered == 0
 
 
 def test_who_has_died_is_forgotten_when_its_leader_is_met_anew() -> None:
@@ -205,8 +186,8 @@ def test_how_a_peer_is_reached_changes_with_the_choice_and_is_known_of_before() 
     assert (ranks.transport_to(PEER), before.transport) == ("shm", "tcp")
     assert ranks.transport_to(OTHER) is None
     assert ranks.route_over("x", OTHER) is None
-    ranks.carry_out(events.Fence(transfer, 1, 7))
-    ranks.carry_out(events.Fence(transfer, 1, 8), before)
+    ranks.carry_out(events.Fence(transfer, 1, RankId(ME, 0), 7))
+    ranks.carry_out(events.Fence(transfer, 1, RankId(ME, 0), 8), before)
     assert made[1].asked == [("fence", "shm", RankId(ME, 0), 7), ("fence", "tcp", RankId(ME, 0), 8)]
     assert ranks.peer_of(transfer) == PEER
     assert ranks_of(Role.PREFILL, Noting(0)).peer_of(TransferId(5, 0, ME, PEER)) == PEER

@@ -15,7 +15,7 @@ from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.ranks.rank_group import Ranks
-from segue.kv.transport.base import Endpoint, Fenced
+from segue.kv.transport.base import Endpoint
 from segue.kv.transport.memory.pool_memory import allocate
 from segue.kv.transport.options import TransportOptions
 
@@ -79,7 +79,7 @@ def test_an_effect_goes_to_the_transport_of_its_peer_and_names_its_rank() -> Non
     made.ranks.choose(near, "shm", PAIRS, {near})
     made.ranks.choose(far, "tcp", PAIRS, {near, far})
     made.ranks.carry_out(events.PostWrite(made.transfer(near), 0, 7, 1, 2, ()))
-    made.ranks.carry_out(events.Fence(made.transfer(far), 0, 8))
+    made.ranks.carry_out(events.Fence(made.transfer(far), 0, RankId(far), 8))
     assert made.made["shm"].asked == [("write", RankId(near, 2), 7, 1)]
     assert made.made["tcp"].asked == [("fence", RankId(far), 8)]
     assert made.made["shm"].options.me == RankId(made.config.me)
@@ -119,11 +119,11 @@ def test_what_is_remembered_of_peers_is_bounded_and_never_a_live_one(role: Role)
         made.ranks.choose(other, "shm", PAIRS, {stays, other})
     # A fence may come after its session, so the last ones that left are still known.
     for known in (stays, *others[-(PEERS - 1) :]):
-        made.ranks.carry_out(events.Fence(made.transfer(known), 0, 1))
+        made.ranks.carry_out(events.Fence(made.transfer(known), 0, RankId(known), 1))
     assert [ask[1] for ask in made.made["tcp"].asked] == [RankId(stays)]
     assert len(made.made["shm"].asked) == PEERS - 1
     with pytest.raises(KeyError):
-        made.ranks.carry_out(events.Fence(made.transfer(others[0]), 0, 1))
+        made.ranks.carry_out(events.Fence(made.transfer(others[0]), 0, RankId(others[0]), 1))
     made.memory.close()
 
 
@@ -147,39 +147,9 @@ def test_what_one_dead_rank_of_a_peer_leaves_unproven_is_asked_again_over_the_tr
     peer = LeaderId(new_incarnation())
     made.ranks.choose(peer, "tcp", ((0, 0), (1, 0)), {peer})
     assert not made.ranks.died(RankId(peer, 1))
-    made.ranks.carry_out(events.Fence(made.transfer(peer), 0, 7), made.ranks.route_over("shm", peer))
-    assert made.made["shm"].asked == [("fence", RankId(peer, 0), 7), ("fence", RankId(peer, 1), 7)]
+    fence = events.Fence(made.transfer(peer), 0, RankId(peer, 1), 7)
+    made.ranks.carry_out(fence, made.ranks.route_over("shm", peer))
+    assert made.made["shm"].asked == [("fence", RankId(peer, 1), 7)]
     assert made.made["tcp"].asked == []
     assert made.ranks.died(RankId(peer, 0)), "now all are dead"
-    made.memory.close()
-
-
-def test_a_fence_towards_two_ranks_is_proven_when_both_have_answered_with_proof() -> None:
-    for first, second in ((True, True), (True, False), (False, True)):
-        made = Made(Role.DECODE)
-        peer = LeaderId(new_incarnation())
-        transfer = made.transfer(peer)
-        made.ranks.choose(peer, "tcp", ((0, 0), (1, 0)), {peer})
-        made.ranks.carry_out(events.Fence(transfer, 0, 7))
-        assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 1), 7, first)) is None
-        assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 1), 7, first)) is None, "twice is not both"
-        assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 2), 7, True)) is None, "it was not asked"
-        assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 0), 7, second)) is (first and second)
-        made.ranks.released(transfer)
-        assert made.ranks.unanswered == 0
-        made.memory.close()
-
-
-def test_a_fence_that_is_asked_again_before_it_was_answered_is_proven_by_the_later_answers() -> None:
-    """Two ranks of the peer die at nearly the same time: when the second death is heard of, what was asked
-    after the first one is not answered in full."""
-    made = Made(Role.DECODE)
-    peer = LeaderId(new_incarnation())
-    transfer = made.transfer(peer)
-    made.ranks.choose(peer, "tcp", ((0, 0), (1, 0)), {peer})
-    made.ranks.carry_out(events.Fence(transfer, 0, 7))
-    assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 0), 7, True)) is None
-    made.ranks.carry_out(events.Fence(transfer, 0, 7))
-    assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 1), 7, False)) is False
-    assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 1), 7, True)) is True, "the other was proven"
     made.memory.close()

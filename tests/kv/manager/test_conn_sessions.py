@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_conn_effects import PREFILL, Line, Rig
+from test_conn_effects import PLAN, PREFILL, Line, Rig
 
 from segue.kv import manager as managers
 from segue.kv.errors import ErrorCode, OutOfCapacity, PeerLost, TransferFailed
@@ -158,9 +158,9 @@ def test_the_end_of_a_session_ends_its_hand_offs_and_the_opening_of_its_path(rig
 def _with_another(rig: Rig) -> TransferId:
     """A third hand-off, with a peer of its own."""
     info = rig.manager.compatibility.info
-    rig.manager._peers[ANOTHER] = Peer(Session(ANOTHER), info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
+    rig.manager._peers[ANOTHER] = Peer(Session(ANOTHER), info, "fake", PathSpeed("fake"), PLAN)  # type: ignore[arg-type]
     rig.manager._ranks.choose(ANOTHER, "fake", ((0, 0),), {PREFILL, ANOTHER})
-    rig.manager._handle(events.PeerUp(ANOTHER, info, "fake"))
+    rig.manager._handle(events.PeerUp(ANOTHER, PLAN, "fake"))
     transfer = TransferId(9, 0, ANOTHER, rig.manager.config.me)
     handle = rig.manager.receiver(transfer)
     handle.init(4, 60)
@@ -230,7 +230,7 @@ def test_a_closed_manager_hears_nothing_any_more(rig: Rig) -> None:
     rig.manager._moved(0, "fake", Written(RankId(PREFILL), epoch, 4, 100, 0.5))
     rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), True, GONE))
     rig.manager._hashed(events.ChecksumReady(rig.one, 0, 1, 5))
-    rig.manager._fence_again(events.Fence(rig.one, 0, epoch), None)
+    rig.manager._fence_again(events.Fence(rig.one, 0, RankId(PREFILL), epoch), None)
     assert told == []
     rig.manager._closed = False
 
@@ -382,7 +382,7 @@ def test_a_write_to_a_peer_that_has_left_is_broken_and_nothing_is_asked_of_a_ran
     rig.turn()
     [broken] = [event for event in told if isinstance(event, events.WriteBroken)]
     assert (broken.transfer, broken.rank, broken.tag, broken.refused) == (rig.one, 0, 4, False)
-    for effect in (events.Fence(rig.one, 0, 1), events.Grant(rig.one, 0, 1, ())):
+    for effect in (events.Fence(rig.one, 0, RankId(PREFILL), 1), events.Grant(rig.one, 0, 1, ())):
         rig.manager._carry_out(effect)
         assert asked.pop() == (effect,), "a fence may come after its session"
     rig.manager._carry_out(events.Send(PREFILL, Gone(rig.one)))

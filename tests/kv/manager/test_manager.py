@@ -18,7 +18,7 @@ import pytest
 from segue.kv.config import HOST, KVConfig
 from segue.kv.errors import AbortedByClient, ErrorCode
 from segue.kv.handles import Change, KVReceiver, KVSender
-from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
+from segue.kv.ids import KVPoll, RankId, Role, Span, TransferId, new_room
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
@@ -196,7 +196,7 @@ def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it
 
         def refuse() -> None:
             epoch = decode.manager.exchange._machines[transfer].epoch
-            decode.manager._move(events.Fence(transfer, 0, epoch))
+            decode.manager._move(events.Fence(transfer, 0, RankId(prefill.me), epoch))
 
         # What the abort does last comes first here, as it does when its words are slow.
         ended = threading.Event()

@@ -16,13 +16,25 @@ import msgspec
 import numpy as np
 
 from segue.kv.errors import AbortedByClient, ErrorCode, ErrorInfo, PeerLost, TransferFailed
-from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, RankCoord, Role, Span, TransferId
+from segue.kv.ids import (
+    ChecksumMode,
+    Incarnation,
+    KVPoll,
+    LeaderId,
+    RankCoord,
+    RankId,
+    Role,
+    Span,
+    TransferId,
+)
 from segue.kv.layout.content import checksum
+from segue.kv.layout.planner import plan_pair
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
-from segue.kv.protocol.messages import HANDOFF_VERSION, HandoffMessage, LeaderInfo, Metadata
+from segue.kv.protocol.link import partners, writes
+from segue.kv.protocol.messages import HandoffMessage, Metadata
 
 KV = KVShape(layers=2, kv_heads=1, k_dim=1, v_dim=1, dtype="int64", item_bytes=8)
 #: Layers where a side has several ranks: they divide by 1, 2 and 3.
@@ -65,15 +77,9 @@ class Side:
 Sides = tuple[int | Side, int | Side]
 
 
-def leader(spec: PoolSpec, model: str = "m") -> LeaderInfo:
-    return LeaderInfo(
-        protocol=HANDOFF_VERSION,
-        model=model,
-        dp_size=1,
-        ranks=[spec],
-        endpoints={},
-        max_transfers=100,
-    )
+def peer_up(peer: LeaderId, spec: PoolSpec, transport: str = "") -> events.PeerUp:
+    """A session to a peer whose one pool is as our own."""
+    return events.PeerUp(peer, plan_pair([spec], [spec]), transport)
 
 
 def content(transfer: TransferId, token: int, layer: int, value: bool) -> int:
@@ -129,9 +135,8 @@ class Node:
         self.spec = pool_spec(pages, page_tokens)
         side = Side(side) if isinstance(side, int) else side
         self.specs = [self.spec] if world.ranks == (1, 1) else side.specs(pages, page_tokens)
-        self.info = msgspec.structs.replace(leader(self.spec), ranks=self.specs)
         name = f"{role} {self.me}"
-        self.exchange = Exchange(role, self.me, name, limits, self.info, "fake", world.kv_checksum)
+        self.exchange = Exchange(role, self.me, name, limits, "fake", world.kv_checksum)
         self.jobs: dict[TransferId, Job] = {}
         self.free = set(range(pages))
         self.owner: dict[int, TransferId] = {}
@@ -210,6 +215,7 @@ class World:
         self.fault: Callable[[Node, events.Event], None] | None = None
         self.prefill = self.born(Role.PREFILL)
         self.decode = self.born(Role.DECODE)
+        self.plan = plan_pair(self.prefill.specs, self.decode.specs)
         self.dead: list[Node] = []
         self._clear_queues()
         self.connect()
@@ -414,7 +420,7 @@ class World:
         self.up = True
         for node in self.nodes():
             other = self.other(node)
-            self.tell(node, events.PeerUp(other.me, other.info))
+            self.tell(node, events.PeerUp(other.me, self.plan))
         return True
 
     def cut(self) -> bool:
@@ -523,8 +529,13 @@ class World:
         node.fences.remove(fence)
         node.epochs[fence.rank, fence.epoch] = False
         proven = node.role is Role.PREFILL or not self.one_sided
-        self.tell(node, events.FenceDone(fence.transfer, fence.rank, proven))
+        self.tell(node, events.FenceDone(fence.transfer, fence.rank, fence.partner, proven))
         return True
+
+    def partners(self, node: Node, rank: int) -> tuple[RankId, ...]:
+        """The ranks that one of `node` exchanges bytes with."""
+        written = writes(self.prefill.me, self.decode.me, self.plan.pairs, self.plan.relays)
+        return partners(node.me, written)[rank]
 
     def answer_checksum(self, node: Node, index: int = 0) -> bool:
         """The bytes of a chunk are read now, and its answer is told."""

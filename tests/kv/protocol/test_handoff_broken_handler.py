@@ -8,20 +8,20 @@ import pytest
 from test_handoff_transitions import Case
 
 from segue.kv.errors import ErrorCode, Internal, PeerLost
-from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
+from segue.kv.ids import Incarnation, LeaderId, RankId, Role, TransferId
+from segue.kv.layout.planner import plan_pair
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
 from segue.kv.protocol.machine import Machine
-from segue.kv.protocol.messages import HANDOFF_VERSION, Drained, LeaderInfo
+from segue.kv.protocol.messages import Drained
 from segue.kv.protocol.receiver import ReceiverMachine
 from segue.kv.protocol.sender import SenderMachine
 
 P, D = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
 SHAPE = KVShape(layers=1, kv_heads=1, k_dim=1, v_dim=1, dtype="x", item_bytes=8)
 SPEC = PoolSpec(shape=SHAPE, pages=8, page_tokens=4, layer_count=1, head_count=1)
-INFO = LeaderInfo(protocol=HANDOFF_VERSION, model="m", dp_size=1, ranks=[SPEC], endpoints={}, max_transfers=8)
 TRANSFER = TransferId(1, 0, P, D)
 
 
@@ -45,18 +45,18 @@ def break_next(monkeypatch: pytest.MonkeyPatch, kind: type[Machine], event: type
 
 
 def quarantined_receiver() -> Exchange:
-    exchange = Exchange(Role.DECODE, D, "decode", Limits(), INFO)
-    exchange.handle(events.PeerUp(P, INFO, "fake"), 0.0)
+    exchange = Exchange(Role.DECODE, D, "decode", Limits())
+    exchange.handle(events.PeerUp(P, plan_pair([SPEC], [SPEC]), "fake"), 0.0)
     exchange.handle(events.OpenReceiver(TRANSFER, 4, 100.0), 0.0)
     exchange.handle(events.Publish(TRANSFER, (0,), 0), 0.0)
     exchange.handle(events.AbortTransfer(TRANSFER, Internal("x").info), 0.0)
-    exchange.handle(events.FenceDone(TRANSFER, 0, False), 0.0)
+    exchange.handle(events.FenceDone(TRANSFER, 0, RankId(P), False), 0.0)
     assert exchange.quarantined_pages() == 1
     return exchange
 
 
 PROOFS: list[tuple[type[Any], events.Event]] = [
-    (events.FenceDone, events.FenceDone(TRANSFER, 0, True)),
+    (events.FenceDone, events.FenceDone(TRANSFER, 0, RankId(P), True)),
     (Drained, events.Received(P, Drained(TRANSFER))),
     (events.PeerDown, events.PeerDown(P, PeerLost("dead").info, dead=True)),
 ]
@@ -92,15 +92,15 @@ def test_another_proof_still_frees_the_pages(
 def test_a_death_whose_handler_broke_on_a_live_hand_off_ends_it_and_proves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exchange = Exchange(Role.DECODE, D, "decode", Limits(), INFO)
-    exchange.handle(events.PeerUp(P, INFO, "fake"), 0.0)
+    exchange = Exchange(Role.DECODE, D, "decode", Limits())
+    exchange.handle(events.PeerUp(P, plan_pair([SPEC], [SPEC]), "fake"), 0.0)
     exchange.handle(events.OpenReceiver(TRANSFER, 4, 100.0), 0.0)
     exchange.handle(events.Publish(TRANSFER, (0,), 0), 0.0)
     break_next(monkeypatch, ReceiverMachine, events.PeerDown)
     effects = exchange.handle(events.PeerDown(P, PeerLost("dead").info, dead=True), 1.0)
-    assert events.Fence(TRANSFER, 0, exchange._machines[TRANSFER].epoch) in effects
+    assert events.Fence(TRANSFER, 0, RankId(P), exchange._machines[TRANSFER].epoch) in effects
     assert [e.error.code for e in effects if isinstance(e, events.Phase) and e.error] == [ErrorCode.INTERNAL]
-    assert exchange.handle(events.FenceDone(TRANSFER, 0, False), 1.0) == []
+    assert exchange.handle(events.FenceDone(TRANSFER, 0, RankId(P), False), 1.0) == []
     assert exchange.quarantined_pages() == 1
     exchange.check_integrity()
 
@@ -112,7 +112,7 @@ def test_a_sender_whose_fence_handler_broke_keeps_its_pages_and_can_be_seen(
     assert w.s is not None
     w.abort(w.prefill, w.s)
     break_next(monkeypatch, SenderMachine, events.FenceDone)
-    assert w.tell(w.prefill, events.FenceDone(w.transfer, 0, True)) == []
+    assert w.tell(w.prefill, w.fence_done(w.prefill)) == []
     assert w.s.releases == 0
     assert w.prefill.exchange.sizes()["quarantined"] == 1
     assert w.prefill.exchange.quarantined_pages() == len(w.s.pages)

@@ -226,7 +226,7 @@ def test_a_failing_sender_keeps_its_pages_until_nothing_reads_them(first: str) -
     w.abort(w.prefill, w.s)
     assert w.sender_state == "DRAINING"
     fenced, checksum_ready = (
-        events.FenceDone(w.transfer, 0, True),
+        w.fence_done(w.prefill),
         events.ChecksumReady(w.transfer, 0, w.prefill.checksums.pop().tag, 1),
     )
     if first == "FenceDone":
@@ -246,13 +246,13 @@ def test_the_word_that_nothing_writes_is_given_again_while_a_checksum_reads() ->
     assert w.s is not None
     w.send_chunk(w.s, PROMPT)
     w.abort(w.prefill, w.s)
-    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained"]
+    assert kinds(w.tell(w.prefill, w.fence_done(w.prefill))) == ["Drained"]
     asked = events.Received(w.decode.me, Abort(w.transfer))
     assert kinds(w.tell(w.prefill, asked)) == ["Drained"]
     assert w.sender_state == "DRAINED", "the checksum still reads"
     lost = events.PeerDown(w.decode.me, PeerLost("cut").info)
     assert kinds(w.tell(w.prefill, lost)) == []
-    again = events.PeerUp(w.decode.me, w.decode.info)
+    again = events.PeerUp(w.decode.me, w.plan)
     assert kinds(w.tell(w.prefill, again)) == ["Failed"], "nor may decode wait for its deadline"
 
 

@@ -10,12 +10,13 @@ import pytest
 from test_handoff_transitions import PROMPT, Case, kinds
 
 from segue.kv.errors import ErrorCode, PeerLost
-from segue.kv.ids import ChecksumMode, KVPoll, Role
+from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, RankId, Role
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Drained
 from segue.kv.protocol.tally import Fences
 
 COUNTS = [1, 2, 3]
+PEER = LeaderId(Incarnation("8" * 32))
 #: ranks of prefill and of decode; the pairs are those that share a layer
 SIDES = list(itertools.product(COUNTS, COUNTS))
 
@@ -40,7 +41,10 @@ def draining(sources: int, **options: Any) -> Case:
 
 def fenced(w: Case, half: Role, rank: int, proven: bool = True) -> list[str]:
     node = w.prefill if half is Role.PREFILL else w.decode
-    return kinds(w.tell(node, events.FenceDone(w.transfer, rank, proven)))
+    """A rank answers for each rank that it exchanges bytes with."""
+    partners = w.partners(node, rank) if rank in range(len(node.specs)) else [RankId(w.other(node).me)]
+    told = [w.tell(node, events.FenceDone(w.transfer, rank, partner, proven)) for partner in partners]
+    return [word for effects in told for word in kinds(effects)]
 
 
 @pytest.mark.parametrize(("sources", "targets"), SIDES)
@@ -139,13 +143,24 @@ def test_a_rank_that_answers_twice_does_not_answer_for_another_one(half: Role, p
 
 
 def test_a_proof_may_come_after_an_answer_that_was_none() -> None:
-    fences = Fences((0, 4))
-    assert fences.answer(4, False)
-    assert not fences.answer(4, False)
-    assert (fences.waiting, fences.unproven) == ({0}, {0, 4})
-    assert fences.answer(4, True)
-    assert not fences.answer(4, False), "a proof is not taken back"
-    assert (fences.waiting, fences.unproven) == ({0}, {0})
+    one, other = RankId(PEER), RankId(PEER, 1)
+    fences = Fences({0: (one,), 4: (one, other)}, PEER)
+    assert fences.answer(4, other, False)
+    assert not fences.answer(4, other, False)
+    assert (fences.waiting, fences.unproven) == ({(0, one), (4, one)}, {(0, one), (4, one), (4, other)})
+    assert fences.answer(4, other, True)
+    assert not fences.answer(4, other, False), "a proof is not taken back"
+    assert not fences.answer(0, other, True), "it was not asked"
+    assert (fences.waiting, fences.unproven) == ({(0, one), (4, one)}, {(0, one), (4, one)})
+
+
+def test_that_ranks_of_our_own_have_answered_is_enough_and_prefill_s_must_be_proven() -> None:
+    """Both ends of what is passed on are fenced; the peer's end is not ours."""
+    ours = RankId(LeaderId(Incarnation("9" * 32)), 1)
+    fences = Fences({0: (RankId(PEER), ours)}, PEER)
+    assert fences.answer(0, ours, False)
+    assert fences.answer(0, RankId(PEER), True)
+    assert (fences.waiting, fences.unproven) == (set(), set())
 
 
 def test_a_write_of_the_rank_that_has_not_answered_lands_in_quarantine_and_nowhere_else() -> None:
@@ -156,7 +171,8 @@ def test_a_write_of_the_rank_that_has_not_answered_lands_in_quarantine_and_nowhe
     w.deliver(Role.DECODE)
     w.deliver(Role.DECODE)
     assert w.receiver_state == "QUARANTINED"
-    w.answer_fence(w.decode)
+    while w.answer_fence(w.decode):  # one for each of prefill's ranks
+        pass
     w.land(0)
     assert fenced(w, Role.PREFILL, 0) == []
     assert not w.queues[Role.DECODE]
@@ -272,7 +288,7 @@ def test_what_is_asked_again_are_fences_without_a_proof_of_the_transport_that_ha
     exchange, peer = w.decode.exchange, w.prefill.me
     used = exchange._machines[w.transfer].transport
     epoch = exchange._machines[w.transfer].epoch
-    asked = [events.Fence(w.transfer, rank, epoch) for rank in (0, 1)]
+    asked = [events.Fence(w.transfer, rank, RankId(peer), epoch) for rank in (0, 1)]
     assert exchange.unproven_fences(peer, used) == asked, "an answer on its way may say what was known before"
     fenced(w, Role.DECODE, 0, proven=False)
     fenced(w, Role.DECODE, 1, proven=False)

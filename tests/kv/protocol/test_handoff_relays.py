@@ -8,7 +8,7 @@ from handoff_world import Side, Sides
 from test_handoff_transitions import PROMPT, Case
 
 from segue.kv.errors import ErrorCode, TransferFailed
-from segue.kv.ids import ChecksumMode, KVPoll, Role, Span
+from segue.kv.ids import ChecksumMode, KVPoll, RankId, Role, Span
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import ChunkPosted, Committed, Drained
 
@@ -144,6 +144,8 @@ def test_pages_wait_until_the_rank_that_passes_on_has_stopped_whatever_the_peer_
     assert not w.answer_fence(w.decode), "rank 0 is still writing to rank 1"
     w.land()  # the world fails where a byte lands in pages of nobody
     assert w.answer_fence(w.decode)
+    assert w.receiver_state == "QUARANTINED", "rank 0 has two to answer for"
+    assert w.answer_fence(w.decode)
     assert w.receiver_state == "-"
     w.come_to_rest()
 
@@ -152,9 +154,11 @@ def test_every_rank_is_granted_and_fenced_also_where_nothing_crosses_the_wire_to
     w = passing_on()
     assert w.r is not None
     w.abort(w.decode, w.r)
-    for kind in (events.Grant, events.Fence):
-        ours = [e.rank for who, e in w.log if who == "  decode" and isinstance(e, kind)]
-        assert ours == [0, 1]
+    said = [effect for who, effect in w.log if who == "  decode"]
+    assert [e.rank for e in said if isinstance(e, events.Grant)] == [0, 1]
+    ours, peer = w.decode.me, RankId(w.prefill.me)
+    fenced = [(e.rank, e.partner) for e in said if isinstance(e, events.Fence)]
+    assert fenced == [(0, peer), (0, RankId(ours, 1)), (1, RankId(ours, 0))]
 
 
 def test_a_rank_that_holds_only_what_others_send_takes_no_part() -> None:

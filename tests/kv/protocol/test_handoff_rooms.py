@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from handoff_world import leader
+from handoff_world import peer_up
 from test_handoff_tombstones import ME, ONE, SPEC, TWO, destination, prefill
 
 from segue.kv.errors import ErrorCode, InvalidRequest, PeerLost, TransferFailed
@@ -43,9 +43,9 @@ def asking(
 ) -> Exchange:
     """A prefill leader at which a destination has come too early."""
     limits, dp = Limits(request_budget_s=100.0), DpRanks(size=4, on_conflict=on_conflict)
-    exchange = Exchange(Role.PREFILL, ME, "prefill here", limits, leader(SPEC), dp=dp)
+    exchange = Exchange(Role.PREFILL, ME, "prefill here", limits, dp=dp)
     for peer in (ONE, TWO):
-        exchange.handle(events.PeerUp(peer, leader(SPEC), "tcp"), 0.0)
+        exchange.handle(peer_up(peer, SPEC, "tcp"), 0.0)
     plan = exchange._links[ONE].plan
     assert plan is not None
     early = msgspec.structs.replace(
@@ -172,7 +172,7 @@ def test_a_failure_of_what_is_not_open_yet_is_remembered_as_long_as_a_request_ma
     assert exchange.next_deadline() == 60.0
     late = said(exchange.handle(events.Received(ONE, destination(transfers[0], 1)), 10.5))
     assert [type(message) for message in late] == [Failed, Gone], "it hears why, and writes for nothing"
-    again = exchange.handle(events.PeerUp(ONE, leader(SPEC), "tcp"), 11.0)
+    again = exchange.handle(peer_up(ONE, SPEC, "tcp"), 11.0)
     assert again == [], "who said it knows it"
     exchange.handle(events.Tick(), 59.9)
     phases = exchange.handle(events.OpenSender(transfers[0], 4, 90.0), 59.9)
@@ -206,8 +206,8 @@ def one_of_each(transfer: TransferId) -> list[HandoffMessage]:
 def test_a_word_of_the_wrong_direction_is_nobody_s_and_is_not_answered(role: Role) -> None:
     legal = PREFILL_HEARS if role is Role.PREFILL else DECODE_HEARS
     for number in range(10):
-        exchange = Exchange(role, ME, "here", Limits(), leader(SPEC), "tcp")
-        exchange.handle(events.PeerUp(ONE, leader(SPEC), "tcp"), 0.0)
+        exchange = Exchange(role, ME, "here", Limits(), "tcp")
+        exchange.handle(peer_up(ONE, SPEC, "tcp"), 0.0)
         ids = (ME, ONE) if role is Role.PREFILL else (ONE, ME)
         message = one_of_each(TransferId(5, 0, *ids))[number]
         effects = exchange.handle(events.Received(ONE, message), 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import msgspec
-from handoff_world import leader, pool_spec
+from handoff_world import peer_up, pool_spec
 
 from segue.kv.errors import ErrorCode, Internal, PeerLost
 from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, TransferId
@@ -20,9 +20,9 @@ SPEC = pool_spec(8, 4)
 
 
 def prefill(**limits: float) -> Exchange:
-    exchange = Exchange(Role.PREFILL, ME, "prefill", Limits(**limits), leader(SPEC))  # type: ignore[arg-type]
+    exchange = Exchange(Role.PREFILL, ME, "prefill", Limits(**limits))  # type: ignore[arg-type]
     for peer in (ONE, TWO):
-        exchange.handle(events.PeerUp(peer, leader(SPEC), "tcp"), 0.0)
+        exchange.handle(peer_up(peer, SPEC, "tcp"), 0.0)
     return exchange
 
 
@@ -74,9 +74,9 @@ def test_what_failed_without_a_session_is_told_to_its_own_peer_only() -> None:
     exchange.handle(events.PeerDown(ONE, PeerLost("gone").info), 2.0)
     failure = PeerLost("over").info
     exchange.handle(events.AbortTransfer(mine, failure), 3.0)
-    again = exchange.handle(events.PeerUp(TWO, leader(SPEC), "tcp"), 4.0)
+    again = exchange.handle(peer_up(TWO, SPEC, "tcp"), 4.0)
     assert not [effect for effect in again if isinstance(effect, events.Send)]
-    again = exchange.handle(events.PeerUp(ONE, leader(SPEC), "tcp"), 4.0)
+    again = exchange.handle(peer_up(ONE, SPEC, "tcp"), 4.0)
     assert [type(effect.message) for effect in again if isinstance(effect, events.Send)] == [Failed]
 
 
@@ -106,9 +106,9 @@ def test_a_late_failure_of_an_ended_attempt_leaves_the_new_one_alone() -> None:
 
 def test_all_that_is_said_again_on_a_new_session_fits_into_its_backlog() -> None:
     """Else the session would end with its first words, and so would each one after it."""
-    limits, pool = Limits(), leader(pool_spec(4096, 4))
-    exchange = Exchange(Role.DECODE, ME, "decode", limits, pool, "tcp")
-    exchange.handle(events.PeerUp(ONE, pool, "tcp"), 0.0)
+    limits, pool = Limits(), pool_spec(4096, 4)
+    exchange = Exchange(Role.DECODE, ME, "decode", limits, "tcp")
+    exchange.handle(peer_up(ONE, pool, "tcp"), 0.0)
     longest = msgspec.structs.replace(Internal("x").info, text="\U0001f4a5" * 100_000)
     rooms = itertools.count(1)
     # As many tombstones as there may be, and as many hand-offs whose pages wait for a proof.
@@ -122,7 +122,7 @@ def test_all_that_is_said_again_on_a_new_session_fits_into_its_backlog() -> None
     exchange.handle(events.PeerDown(ONE, PeerLost("cut").info), 1.0)
     sizes = exchange.sizes()
     assert (sizes["transfers"], sizes["ended"]) == (limits.max_transfers, limits.max_transfers)
-    effects = exchange.handle(events.PeerUp(ONE, pool, "tcp"), 2.0)
+    effects = exchange.handle(peer_up(ONE, pool, "tcp"), 2.0)
     said = [effect.message for effect in effects if isinstance(effect, events.Send)]
     assert len(said) >= 3 * limits.max_transfers
     encoder = msgspec.msgpack.Encoder()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from handoff_world import Job, World, leader, pool_spec
+from handoff_world import Job, Node, World, peer_up, pool_spec
 
 from segue.kv.errors import (
     AbortedByClient,
@@ -19,7 +19,7 @@ from segue.kv.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, RankId, Role, Span, TransferId
 from segue.kv.layout.planner import PairPlan
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
@@ -116,6 +116,10 @@ class Case(World):
         self.send_chunk(self.s, PROMPT)
         return self
 
+    def fence_done(self, node: Node, *, proven: bool = True) -> events.FenceDone:
+        """The answer of the one rank of `node` to its fence."""
+        return events.FenceDone(self.transfer, 0, RankId(self.other(node).me), proven)
+
     def from_decode(self, message: Any) -> list[events.Effect]:
         return self.tell(self.prefill, events.Received(self.decode.me, message))
 
@@ -182,7 +186,7 @@ def one_of_each(w: World) -> list[object]:
         events.WriteLanded(t, 0, 0, 0.0),
         events.WriteBroken(t, 0, 0, CLIENT),
         events.ChecksumReady(t, 0, 0, 0),
-        events.FenceDone(t, 0, True),
+        events.FenceDone(t, 0, RankId(t.decode), True),
         events.Granted(t, 0),
         events.Tick(),
         Destination(
@@ -635,7 +639,7 @@ def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
     assert w.decode.exchange.counters["late_events"] == 1
     w.settle()
     w.come_to_rest()
-    for event in (events.WriteLanded(w.transfer, 0, 0, 0.1), events.FenceDone(w.transfer, 0, True)):
+    for event in (events.WriteLanded(w.transfer, 0, 0, 0.1), w.fence_done(w.prefill)):
         assert w.prefill.exchange.handle(event, w.now) == []
     assert w.prefill.exchange.handle(events.AbortTransfer(w.transfer, CLIENT), w.now) == []
 
@@ -853,7 +857,7 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
     if posted:
         assert kinds(effects) == ["Fence", "FAILED"] + ([] if peer_notified else ["Failed"])
         assert w.sender_state == "DRAINING"
-        assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained", "Release"]
+        assert kinds(w.tell(w.prefill, w.fence_done(w.prefill))) == ["Drained", "Release"]
     else:
         expected = (
             ["FAILED"] + ([] if peer_notified else ["Failed"]) + ([] if cause == "down" else ["Drained"])
@@ -901,7 +905,7 @@ def test_lesson_10_a_refused_write_waits_for_the_reason_of_the_refusal(cause: st
     }
     effects = kinds(w.tell(w.prefill, cases[cause]))
     assert effects == ["Fence", "FAILED"] + (["Failed"] if cause == "abort" else [])
-    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained", "Release"]
+    assert kinds(w.tell(w.prefill, w.fence_done(w.prefill))) == ["Drained", "Release"]
     (error,) = w.s.errors
     assert error.text != "this epoch is not granted"
     if cause == "failed":
@@ -916,7 +920,7 @@ def test_a_refused_write_whose_reason_never_comes_fails_the_sender_after_a_secon
     w.now = at
     effects = w.tell(w.prefill, events.Tick())
     assert kinds(effects) == ["Fence", "FAILED", "Failed"]
-    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained", "Release"]
+    assert kinds(w.tell(w.prefill, w.fence_done(w.prefill))) == ["Drained", "Release"]
     assert w.s is not None
     (error,) = w.s.errors
     assert (error.text, error.phase) == ("this epoch is not granted", "TRANSFERRING")
@@ -937,7 +941,7 @@ def test_of_several_refused_writes_the_first_one_says_how_long_and_why() -> None
     w.now = at
     assert kinds(w.tell(w.prefill, events.Tick())) == ["Fence", "FAILED", "Failed"]
     assert [error.text for error in w.s.errors] == ["this epoch is not granted"]
-    w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))
+    w.tell(w.prefill, w.fence_done(w.prefill))
     assert w.prefill.exchange.next_deadline() == 60.0
 
 
@@ -977,7 +981,7 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
         assert effects == ["FAILED", *failed, *abort, "Fence", "Quarantined"]
         assert w.receiver_state == "QUARANTINED"
         # The peer's word is one half; our own transport may still be inside a slice of what had been sent.
-        assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, 0, False))) == proven
+        assert kinds(w.tell(w.decode, w.fence_done(w.decode, proven=False))) == proven
         assert w.receiver_state == ("-" if proven else "QUARANTINED")
         assert w.decode.exchange.quarantined_pages() == (0 if proven else 3)
     assert w.r is not None
@@ -994,8 +998,8 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
 @pytest.mark.parametrize(
     ("event", "proven"),
     [
-        (lambda w: events.FenceDone(w.transfer, 0, True), True),
-        (lambda w: events.FenceDone(w.transfer, 0, False), False),
+        (lambda w: w.fence_done(w.decode), True),
+        (lambda w: w.fence_done(w.decode, proven=False), False),
         (lambda w: events.Received(w.prefill.me, Drained(w.transfer)), True),
         (lambda w: events.Received(w.prefill.me, Gone(w.transfer)), True),
         (lambda w: events.Received(w.prefill.me, Failed(w.transfer, CLIENT)), False),
@@ -1015,7 +1019,7 @@ def test_only_a_proof_ends_quarantine(event: Act, proven: bool) -> None:
     w = Case(one_sided=True).waiting()
     assert w.r is not None
     w.abort(w.decode, w.r)
-    assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, 0, False))) == []
+    assert kinds(w.tell(w.decode, w.fence_done(w.decode, proven=False))) == []
     w.now = 1e6
     effects = w.tell(w.decode, event(w))
     assert kinds(effects) == (["Release"] if proven else [])
@@ -1047,7 +1051,7 @@ def test_another_incarnation_is_no_proof() -> None:
     w.notice()
     w.notice()
     stranger = LeaderId(Incarnation("9" * 32))
-    effects = w.tell(w.decode, events.PeerUp(stranger, w.prefill.info))
+    effects = w.tell(w.decode, events.PeerUp(stranger, w.plan))
     assert effects == []
     for message in (Drained(w.transfer), Gone(w.transfer)):
         assert w.tell(w.decode, events.Received(stranger, message)) == []
@@ -1082,7 +1086,7 @@ def test_messages_for_what_is_unknown_are_answered_gone_or_not_at_all() -> None:
 def test_messages_of_a_wrong_side_peer_or_incarnation_are_dropped_and_counted() -> None:
     w = Case().waiting()
     stranger = LeaderId(Incarnation("9" * 32))
-    w.tell(w.prefill, events.PeerUp(stranger, w.decode.info))
+    w.tell(w.prefill, events.PeerUp(stranger, w.plan))
     other = TransferId(w.transfer.room, 0, stranger, w.decode.me)
     for peer, message in (
         (stranger, Abort(w.transfer)),
@@ -1252,37 +1256,7 @@ def test_decode_s_budget_counts_from_its_destination_and_prolongs_nothing(
     assert w.prefill.exchange.next_deadline() == ends_at, "so long it is remembered"
 
 
-# ---- peers that do not fit ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("info", "code"),
-    [
-        (leader(pool_spec(24, 4), model="other"), ErrorCode.LAYOUT_MISMATCH),
-        (leader(pool_spec(24, 4), model=""), ErrorCode.LAYOUT_MISMATCH),
-        (msgspec.structs.replace(leader(pool_spec(24, 4)), protocol=9), ErrorCode.PEER_REFUSED),
-        (msgspec.structs.replace(leader(pool_spec(24, 4)), ranks=[]), ErrorCode.LAYOUT_MISMATCH),
-    ],
-)
-@pytest.mark.parametrize("before", [True, False])
-def test_a_peer_that_does_not_fit_fails_its_hand_offs_at_once(
-    info: Any, code: ErrorCode, before: bool
-) -> None:
-    for role, event in ((Role.DECODE, events.OpenReceiver), (Role.PREFILL, events.OpenSender)):
-        me, peer = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("b" * 32))
-        exchange = Exchange(role, me, "here", Limits(), leader(pool_spec(24, 4)), "fake")
-        ids = (peer, me) if role is Role.DECODE else (me, peer)
-        cases = [event(TransferId(1, 0, *ids), 4, 9.0), events.PeerUp(peer, info)]
-        effects = [e for ev in (reversed(cases) if before else cases) for e in exchange.handle(ev, 0.0)]
-        phases = [e for e in effects if isinstance(e, events.Phase)]
-        if role is Role.PREFILL and before:
-            continue  # a sender learns it with its destination, which such a peer cannot send
-        assert [p.phase for p in phases] == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
-        assert phases[-1].error is not None
-        assert phases[-1].error.code is code
-        other = Role.PREFILL if role is Role.DECODE else Role.DECODE
-        assert (phases[-1].error.origin, phases[-1].error.peer) == ("here", f"{other} {peer}")
-        exchange.check_integrity()
+# ---- leaders of one incarnation ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -1291,11 +1265,11 @@ def test_two_leaders_of_one_incarnation_are_two_peers_and_one_loss_ends_its_own_
 ) -> None:
     me, other = LeaderId(Incarnation("a" * 32)), Incarnation("b" * 32)
     spec = pool_spec(24, 4)
-    exchange = Exchange(Role.DECODE, me, "here", Limits(), leader(spec), "fake")
+    exchange = Exchange(Role.DECODE, me, "here", Limits(), "fake")
     peers = [LeaderId(other, 0), LeaderId(other, 1)]
     transfers = [TransferId(1, 0, peer, me) for peer in peers]
     for peer, transfer in zip(peers, transfers, strict=True):
-        exchange.handle(events.PeerUp(peer, leader(spec)), 0.0)
+        exchange.handle(peer_up(peer, spec), 0.0)
         exchange.handle(events.OpenReceiver(transfer, 4, 9.0), 0.0)
         exchange.handle(events.Publish(transfer, (peer.dp_rank,), 0), 0.0)
     # A word about the other one's hand-off is nobody's.
@@ -1315,9 +1289,9 @@ def test_the_epochs_of_two_leaders_of_one_incarnation_differ() -> None:
     peer, spec = LeaderId(Incarnation("a" * 32)), pool_spec(24, 4)
     for rank in (0, 1):
         me = LeaderId(Incarnation("b" * 32), rank)
-        exchange = Exchange(Role.DECODE, me, "here", Limits(), leader(spec), "fake")
+        exchange = Exchange(Role.DECODE, me, "here", Limits(), "fake")
         transfer = TransferId(1, 0, peer, me)
-        exchange.handle(events.PeerUp(peer, leader(spec)), 0.0)
+        exchange.handle(peer_up(peer, spec), 0.0)
         exchange.handle(events.OpenReceiver(transfer, 4, 9.0), 0.0)
         effects = exchange.handle(events.Publish(transfer, (0,), 0), 0.0)
         epochs |= {e.epoch for e in effects if isinstance(e, events.Grant)}
@@ -1326,9 +1300,7 @@ def test_the_epochs_of_two_leaders_of_one_incarnation_differ() -> None:
 
 def test_a_role_without_hand_offs_has_no_exchange() -> None:
     with pytest.raises(IllegalEvent):
-        Exchange(
-            Role.FRONTEND, LeaderId(Incarnation("a" * 32)), "x", Limits(), leader(pool_spec(1, 1)), "fake"
-        )
+        Exchange(Role.FRONTEND, LeaderId(Incarnation("a" * 32)), "x", Limits(), "fake")
 
 
 def test_epochs_rise_are_never_zero_and_differ_between_incarnations() -> None:
@@ -1429,7 +1401,7 @@ def test_a_bug_in_what_follows_takes_back_nothing_of_what_was_done_before_it(
     machine = w.prefill.exchange._machines[w.transfer]
     assert isinstance(machine, SenderMachine)
     machine._reading = Broken()
-    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained"]
+    assert kinds(w.tell(w.prefill, w.fence_done(w.prefill))) == ["Drained"]
     assert w.sender_state == "DRAINED"
 
 

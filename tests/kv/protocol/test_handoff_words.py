@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from handoff_world import leader, pool_spec
+from handoff_world import peer_up, pool_spec
 from test_handoff_transitions import CLIENT, PEER_SAYS, PROMPT, Case, kinds
 
 from segue.kv.errors import MAX_ERROR_TEXT, ErrorCode, PeerLost, TransferFailed
-from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, RankId, Role, Span, TransferId
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
@@ -36,7 +36,7 @@ THIRD = LeaderId(Incarnation("e" * 32))
 def again(w: Case, role: Role) -> list[str]:
     """A new session with the same two: what this side says on it by itself."""
     node, peer = (w.prefill, w.decode) if role is Role.PREFILL else (w.decode, w.prefill)
-    return kinds(w.tell(node, events.PeerUp(peer.me, peer.info)))
+    return kinds(w.tell(node, events.PeerUp(peer.me, w.plan)))
 
 
 @pytest.mark.parametrize("over", [True, False], ids=["over", "waits for a proof"])
@@ -69,7 +69,7 @@ def test_the_word_of_prefill_is_not_taken_back_by_the_end_of_its_session(word: A
     w.abort(w.decode, w.r)
     assert kinds(w.from_prefill(word(w.transfer))) == []
     assert kinds(w.tell(w.decode, events.PeerDown(w.prefill.me, PeerLost("cut").info))) == []
-    assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, 0, False))) == ["Release"]
+    assert kinds(w.tell(w.decode, w.fence_done(w.decode, proven=False))) == ["Release"]
 
 
 def test_a_death_that_is_known_is_not_taken_back_by_a_later_end_of_a_session() -> None:
@@ -77,7 +77,7 @@ def test_a_death_that_is_known_is_not_taken_back_by_a_later_end_of_a_session() -
     dead = PeerLost("dead").info
     w.tell(w.decode, events.PeerDown(w.prefill.me, dead, dead=True))
     assert kinds(w.tell(w.decode, events.PeerDown(w.prefill.me, dead))) == []
-    assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, 0, False))) == ["Release"]
+    assert kinds(w.tell(w.decode, w.fence_done(w.decode, proven=False))) == ["Release"]
 
 
 @pytest.mark.parametrize("published", [True, False])
@@ -209,9 +209,9 @@ def test_both_sides_report_the_bytes_that_landed_and_decode_the_slowest_last_wri
 
 def exchange_of(role: Role, spec: PoolSpec, *peers: LeaderId, transport: str = "tcp") -> Exchange:
     me = P if role is Role.PREFILL else D
-    made = Exchange(role, me, role.value, Limits(), leader(spec), "the exchange's own")
+    made = Exchange(role, me, role.value, Limits(), "the exchange's own")
     for peer in peers:
-        made.handle(events.PeerUp(peer, leader(spec), transport), 0.0)
+        made.handle(peer_up(peer, spec, transport), 0.0)
     return made
 
 
@@ -232,7 +232,7 @@ def test_an_epoch_belongs_to_its_peer_and_an_open_hand_off_to_the_books() -> Non
     exchange.handle(events.AbortTransfer(mine, CLIENT), 1.0)
     assert (exchange.open_transfers(), exchange.peers()) == ([other], {P, THIRD}), "it waits for a proof"
     assert exchange.transfer_of(P, epochs[mine]) == mine
-    exchange.handle(events.FenceDone(mine, 0, True), 2.0)
+    exchange.handle(events.FenceDone(mine, 0, RankId(P), True), 2.0)
     assert exchange.peers() == {THIRD}
     assert exchange.transfer_of(P, epochs[mine]) is None
 
@@ -245,7 +245,7 @@ def test_an_epoch_of_prefill_is_one_of_the_decode_that_gave_it() -> None:
     assert w.prefill.exchange.transfer_of(w.decode.me, 7) == w.transfer
     assert w.prefill.exchange.transfer_of(stranger, 7) is None
     # Another decode may give the same number: it is another epoch.
-    w.tell(w.prefill, events.PeerUp(stranger, w.decode.info, "fake"))
+    w.tell(w.prefill, events.PeerUp(stranger, w.plan, "fake"))
     second = TransferId(99, 0, w.prefill.me, stranger)
     w.prefill.exchange.handle(events.OpenSender(second, PROMPT, 60.0), w.now)
     effects = w.prefill.exchange.handle(
@@ -290,10 +290,10 @@ class StatePair:
     def __init__(self, mode: ChecksumMode = ChecksumMode.FULL) -> None:
         spec = lineage_spec(8, 4, slots=3)
         self.transfer = TransferId(1, 0, P, D)
-        self.prefill = Exchange(Role.PREFILL, P, "prefill", Limits(), leader(spec), "tcp", mode)
-        self.decode = Exchange(Role.DECODE, D, "decode", Limits(), leader(spec), "tcp", mode)
-        self.prefill.handle(events.PeerUp(D, leader(spec)), 0.0)
-        self.decode.handle(events.PeerUp(P, leader(spec)), 0.0)
+        self.prefill = Exchange(Role.PREFILL, P, "prefill", Limits(), "tcp", mode)
+        self.decode = Exchange(Role.DECODE, D, "decode", Limits(), "tcp", mode)
+        self.prefill.handle(peer_up(D, spec), 0.0)
+        self.decode.handle(peer_up(P, spec), 0.0)
         self.prefill.handle(events.OpenSender(self.transfer, PROMPT, 60.0), 0.0)
         self.decode.handle(events.OpenReceiver(self.transfer, PROMPT, 60.0), 0.0)
         self.decode.handle(events.Publish(self.transfer, (1, 2, 3), 0, 2), 0.0)
@@ -383,7 +383,7 @@ def test_prefill_is_told_whether_decode_has_inferred_its_rank(inferred: bool, se
     exchange = exchange_of(Role.DECODE, spec)
     transfer = TransferId(1, 0, P, D)
     opened = events.OpenReceiver(transfer, 4, 60.0, inferred)
-    up = events.PeerUp(P, leader(spec), "tcp")
+    up = peer_up(P, spec, "tcp")
     for event in (up, opened) if session_first else (opened, up):
         exchange.handle(event, 0.0)
     assert exchange.phase(transfer) is KVPoll.WAITING_FOR_INPUT

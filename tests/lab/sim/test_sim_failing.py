@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from segue.cli.commands import sim
+from segue.kv.ids import RankId
 from segue.kv.protocol.tally import Fences
 from segue.lab.sim.run import load
 
@@ -21,8 +22,8 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch) -> None:
 
     normal = Fences.answer
 
-    def answer(self: Fences, rank: int, proven: bool) -> bool:
-        return normal(self, rank, True)
+    def answer(self: Fences, rank: int, partner: RankId, proven: bool) -> bool:
+        return normal(self, rank, partner, True)
 
     monkeypatch.setattr(Fences, "answer", answer)
     monkeypatch.setattr(sim, "SHRINK_RUNS", 60)

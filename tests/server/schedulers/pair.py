@@ -16,10 +16,10 @@ from segue.kv.clock import VirtualClock
 from segue.kv.errors import PeerLost
 from segue.kv.handles import Change, KVReceiver, KVSender
 from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
+from segue.kv.layout.planner import plan_pair
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
-from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo
 from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.messages.control import Submit
@@ -51,16 +51,8 @@ class Node:
         self.clock = clock
         self.engine = LineageEngine(lineage_spec(pages, page_tokens, slots=slots), vocab_size=VOCAB)
         self.pool = PagePool(pages, page_tokens)
-        self.info = LeaderInfo(
-            protocol=HANDOFF_VERSION,
-            model="lineage-1",
-            dp_size=1,
-            ranks=[self.engine.spec],
-            endpoints={"fake": [b""]},
-            max_transfers=100,
-        )
         limits = Limits(max_batch=max_batch, max_queue=64)
-        self.exchange = Exchange(kind, self.me, f"{kind.value} {incarnation}", limits, self.info)
+        self.exchange = Exchange(kind, self.me, f"{kind.value} {incarnation}", limits)
         make = PrefillScheduler if kind is Role.PREFILL else DecodeScheduler
         config = SchedulerConfig(me=self.me, name=kind.value, limits=limits, chunk_tokens=chunk_tokens)
         self.scheduler = make(self.engine, self.pool, config, self)
@@ -136,8 +128,9 @@ class Pair:
         self.join()
 
     def join(self) -> None:
-        self.prefill.post(events.PeerUp(self.decode.me, self.decode.info, "fake"))
-        self.decode.post(events.PeerUp(self.prefill.me, self.prefill.info, "fake"))
+        plan = plan_pair([self.prefill.engine.spec], [self.decode.engine.spec])
+        self.prefill.post(events.PeerUp(self.decode.me, plan, "fake"))
+        self.decode.post(events.PeerUp(self.prefill.me, plan, "fake"))
 
     def part(self) -> None:
         """The session breaks."""
@@ -193,7 +186,7 @@ class Pair:
                 node.post(events.WriteLanded(effect.transfer, effect.rank, effect.tag, 0.0))
             case events.Fence():
                 proven = self.fences_proven or node is self.prefill
-                node.post(events.FenceDone(effect.transfer, effect.rank, proven))
+                node.post(events.FenceDone(effect.transfer, effect.rank, effect.partner, proven))
             case events.Grant():
                 node.post(events.Granted(effect.transfer, effect.rank))
             case events.Phase() | events.Release() | events.Quarantined():

@@ -10,7 +10,7 @@ from pair import FRONT, VOCAB, Pair
 from segue.engine.engine_api import SequenceResult, StepHandle, StepOnCall
 from segue.engine.request import Output
 from segue.kv.errors import AbortedByClient, Internal, PeerLost
-from segue.kv.ids import Incarnation, KVPoll
+from segue.kv.ids import Incarnation, KVPoll, RankId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Metadata
 from segue.lab.sim.sim_engine import reference
@@ -357,8 +357,8 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     free = pair.decode.pool.free
     drained.append(True)
     transfer = next(iter(pair.prefill.scheduler.table))
-    pair.decode.post(events.FenceDone(transfer, 0, False))
-    pair.prefill.post(events.FenceDone(transfer, 0, True))
+    pair.decode.post(events.FenceDone(transfer, 0, RankId(pair.prefill.me), False))
+    pair.prefill.post(events.FenceDone(transfer, 0, RankId(pair.decode.me), True))
     pair.run()
     assert pair.decode.pool.free == free + 11
     pair.assert_at_rest()

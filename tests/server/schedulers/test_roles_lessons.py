@@ -7,7 +7,7 @@ from pair import FRONT, VOCAB, Pair
 
 from segue.engine.engine_api import run_step
 from segue.kv.errors import AbortedByClient
-from segue.kv.ids import KVPoll
+from segue.kv.ids import KVPoll, RankId
 from segue.kv.protocol import events
 from segue.lab.sim.sim_engine import reference
 
@@ -131,8 +131,8 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
     held = node.pool.quarantined if side == "decode" else node.pool.used
     assert held > 0, "time alone freed pages that somebody may still touch"
     proven.append(True)
-    pair.decode.post(events.FenceDone(transfer, 0, False))
-    pair.prefill.post(events.FenceDone(transfer, 0, True))
+    pair.decode.post(events.FenceDone(transfer, 0, RankId(pair.prefill.me), False))
+    pair.prefill.post(events.FenceDone(transfer, 0, RankId(pair.decode.me), True))
     pair.run()
     assert node.exchange.phase(transfer) in (None, KVPoll.FAILED)
     pair.assert_at_rest()

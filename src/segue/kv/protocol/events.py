@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from segue.kv.errors import ErrorInfo
-from segue.kv.ids import KVPoll, LeaderId, Span, TransferId
+from segue.kv.ids import KVPoll, LeaderId, RankId, Span, TransferId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import Content
-from segue.kv.protocol.messages import HandoffMessage, LeaderInfo, Metadata
+from segue.kv.layout.planner import PairPlan
+from segue.kv.protocol.messages import HandoffMessage, Metadata
 
 # ---- events ------------------------------------------------------------------------------------
 
@@ -107,13 +108,13 @@ class AbortTransfer:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """Session: a peer leader is connected and compatible.
+    """Session: a peer leader is connected and compatible: `plan` is how the pools of the pair are copied.
 
     `transport` is the one chosen for this peer; empty means the one the `Exchange` was made with.
     """
 
     peer: LeaderId
-    info: LeaderInfo
+    plan: PairPlan
     transport: str = ""
 
 
@@ -184,10 +185,12 @@ class ChecksumReady:
 
 @dataclass(frozen=True, slots=True)
 class FenceDone:
-    """Transport: the answer of our rank `rank` to `Fence`; `proven` as in `kv.transport.base.Fenced`."""
+    """Transport: the answer of our rank `rank` to the `Fence` for `partner`; `proven` as in
+    `kv.transport.base.Fenced`."""
 
     transfer: TransferId
     rank: int
+    partner: RankId
     proven: bool
 
 
@@ -287,10 +290,12 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Either side: our rank `rank` ends `epoch` in its transport; answered by its `FenceDone`."""
+    """Either side: our rank `rank` ends `epoch` in its transport for `partner`, a rank of the peer or of our
+    own that it exchanges bytes with. Answered by its `FenceDone`."""
 
     transfer: TransferId
     rank: int
+    partner: RankId
     epoch: int
 
 

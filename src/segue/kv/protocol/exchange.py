@@ -51,7 +51,6 @@ from segue.kv.protocol.messages import (
     Drained,
     Failed,
     Gone,
-    LeaderInfo,
     Metadata,
     Moved,
 )
@@ -82,14 +81,13 @@ class Exchange:
         me: LeaderId,
         origin: str,
         limits: Limits,
-        info: LeaderInfo,
         transport: str = "",
         kv_checksum: ChecksumMode = ChecksumMode.OFF,
         dp: DpRanks | None = None,
     ) -> None:
         if role not in (Role.PREFILL, Role.DECODE):
             raise IllegalEvent(f"a {role} has no hand-offs")
-        self._local = LocalLeader(role, me, origin, limits, info, kv_checksum, dp or DpRanks())
+        self._local = LocalLeader(role, me, origin, limits, kv_checksum, dp or DpRanks())
         self._transport = transport
         self._machines: dict[TransferId, Machine] = {}
         self._links: dict[LeaderId, PeerLink] = {}
@@ -167,10 +165,10 @@ class Exchange:
         An answer that is still under way may say what was known before. Another transport knows nothing of
         their writes, and its word would be none."""
         return [
-            Fence(machine.transfer, rank, machine.epoch)
+            Fence(machine.transfer, *fenced, machine.epoch)
             for machine in self._bound_to(peer)
             if machine.transport == transport
-            for rank in sorted(machine.fences.unproven)
+            for fenced in sorted(machine.fences.unproven)
         ]
 
     def sizes(self) -> dict[str, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from segue.kv.errors import ErrorInfo, Internal, LayoutMismatch, PeerRefused, SegueError
-from segue.kv.ids import ChecksumMode, LeaderId, Role
-from segue.kv.layout.planner import PairPlan, plan_pair
+from segue.kv.ids import ChecksumMode, LeaderId, RankId, Role
+from segue.kv.layout.planner import PairPlan
 from segue.kv.limits import Limits
 from segue.kv.protocol.events import PeerUp
-from segue.kv.protocol.messages import LeaderInfo
 from segue.kv.protocol.room_ranks import DpRanks
 
 
@@ -21,7 +20,6 @@ class LocalLeader:
     me: LeaderId
     origin: str
     limits: Limits
-    info: LeaderInfo
     kv_checksum: ChecksumMode
     dp: DpRanks = field(default_factory=DpRanks)
 
@@ -33,46 +31,40 @@ class LocalLeader:
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A peer whose session is up. Exactly one of `plan` and `error` is set. `ranks` are those of our own
-    that take part in the plan."""
+    """A peer whose session is up. `partners` are, of each rank of ours that takes part in the plan, the ranks
+    that it exchanges bytes with."""
 
     peer: LeaderId
-    info: LeaderInfo
     transport: str
-    plan: PairPlan | None = None
-    error: ErrorInfo | None = None
-    ranks: tuple[int, ...] = ()
+    plan: PairPlan
+    partners: Mapping[int, Sequence[RankId]]
 
-    def usable_plan(self) -> PairPlan:
-        """The plan, or the reason why there is none, raised."""
-        if self.plan is None:
-            raise self.error.exception() if self.error else Internal("a link without plan or reason")
-        return self.plan
+
+def writes(
+    prefill: LeaderId,
+    decode: LeaderId,
+    pairs: Collection[tuple[int, int]],
+    relays: Collection[tuple[int, int, int]],
+) -> list[tuple[RankId, RankId]]:
+    """Which rank writes to which one, by the `pairs` and `relays` of a plan."""
+    found = [(RankId(prefill, source), RankId(decode, target)) for source, target in pairs]
+    return found + [(RankId(decode, target), RankId(decode, other)) for _, target, other in relays]
+
+
+def partners(me: LeaderId, written: Collection[tuple[RankId, RankId]]) -> dict[int, tuple[RankId, ...]]:
+    """Of each of our ranks those that it writes to, or that write to it, each once."""
+    found: dict[int, dict[RankId, None]] = {}
+    for writer, reader in written:
+        if writer.leader == me:
+            found.setdefault(writer.rank, {})[reader] = None
+        if reader.leader == me:
+            found.setdefault(reader.rank, {})[writer] = None
+    return {rank: tuple(found[rank]) for rank in sorted(found)}
 
 
 def make_link(local: LocalLeader, event: PeerUp, transport: str) -> PeerLink:
-    """What we can do with this peer. A mismatch fails its hand-offs, and nothing else: the session
-    normally refuses such a peer before it comes this far."""
-    info = event.info
-    transport = event.transport or transport
-    prefill, decode = (local.info, info) if local.role is Role.PREFILL else (info, local.info)
-    try:
-        if prefill.protocol != decode.protocol:
-            raise PeerRefused(
-                f"prefill speaks protocol {prefill.protocol}, decode {decode.protocol}; "
-                "start both with the same version of segue"
-            )
-        if prefill.model != decode.model:
-            raise LayoutMismatch(
-                f"prefill serves model {prefill.model}, decode {decode.model}; "
-                "start both with the same --model"
-            )
-        plan = plan_pair(prefill.ranks, decode.ranks)
-    except SegueError as error:
-        at_us = error.at(origin=local.origin, peer=local.name_of(event.peer)).info
-        return PeerLink(event.peer, info, transport, error=at_us)
-    if local.role is Role.PREFILL:
-        ours = {source for source, _ in plan.pairs}
-    else:
-        ours = {target for _, target in plan.pairs} | {other for _, _, other in plan.relays}
-    return PeerLink(event.peer, info, transport, plan, ranks=tuple(sorted(ours)))
+    """What we can do with this peer."""
+    plan, me = event.plan, local.me
+    prefill, decode = (me, event.peer) if local.role is Role.PREFILL else (event.peer, me)
+    written = writes(prefill, decode, plan.pairs, plan.relays)
+    return PeerLink(event.peer, event.transport or transport, plan, partners(me, written))

@@ -35,14 +35,15 @@ write of them was started. All others are in quarantine after a failure until al
 `Fence` tells one of our own ranks to stop all that it sends and writes for this hand-off; it answers
 (`FenceDone`) when it has.
 
-1. *Our ranks have stopped*: each of ours in the plan has answered its own `Fence`. On prefill they read the
-   pages, to send them. On decode they write, too: what arrives over `tcp`, and what one rank passes on to
-   another (`Relay`: both ends of such a write are fenced).
+1. *Our ranks have stopped*: each of ours in the plan has answered its own `Fence`s, one for every rank that
+   it exchanges bytes with. On prefill they read the pages, to send them. On decode they write, too: what
+   arrives over `tcp`, and what one rank passes on to another (`Relay`: both ends of such a write are
+   fenced).
 2. *The peer writes no more.* Decode only; into prefill's pages nobody writes. One of these:
 
-   - The answers of 1 say so, too (`FenceDone.proven`). Over `tcp` they do: decode itself puts the bytes in
-     their place, and drops what comes later. Over `shm` they do not: prefill writes into decode's memory
-     itself.
+   - The answers of 1 for prefill's ranks say so, too (`FenceDone.proven`). Over `tcp` they do: decode itself
+     puts the bytes in their place, and drops what comes later. Over `shm` they do not: prefill writes into
+     decode's memory itself.
    - Prefill said `Drained` (all its ranks have answered their fences) or `Gone` (it has no such hand-off).
    - All processes of that prefill leader that write here are known to be dead (`PeerDown.dead`): the kernel
      or the transport says so.
@@ -61,7 +62,7 @@ event that was the proof: it is never shown the same event again.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -75,7 +76,7 @@ from segue.kv.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.kv.ids import KVPoll, LeaderId, TransferId
+from segue.kv.ids import KVPoll, LeaderId, RankId, TransferId
 from segue.kv.layout.planner import PairPlan
 from segue.kv.protocol.events import (
     AbortTransfer,
@@ -158,10 +159,10 @@ class Machine:
         "local",
         "new_epoch",
         "opened_at",
+        "partners",
         "peer",
         "prefix_tokens",
         "prompt_tokens",
-        "ranks",
         "state",
         "timer",
         "transfer",
@@ -183,14 +184,14 @@ class Machine:
         self.state: enum.StrEnum = next(iter(self.TABLE))
         self.error: ErrorInfo | None = None
         self._plan: PairPlan | None = None
-        #: our own ranks in the plan
-        self.ranks: tuple[int, ...] = ()
+        #: of each rank of ours in the plan those that it exchanges bytes with
+        self.partners: Mapping[int, Sequence[RankId]] = {}
         self.transport = ""
         self.prefix_tokens = 0
         self.epoch = 0
         #: How many pages somebody else may touch, while the lease says that somebody may.
         self.exposed_pages = 0
-        self.fences = Fences(())
+        self.fences = Fences({}, args.peer)
         #: The peer ended this hand-off, so it need not hear of it.
         self.ended_by_peer = False
 
@@ -217,8 +218,8 @@ class Machine:
         return self._plan
 
     def meet(self, link: PeerLink) -> None:
-        """Use the plan of this session until the end. Raises the reason if there is none."""
-        self._plan, self.ranks, self.transport = link.usable_plan(), link.ranks, link.transport
+        """Use the plan of this session until the end."""
+        self._plan, self.partners, self.transport = link.plan, link.partners, link.transport
 
     def take(self, event: object) -> None:
         """Do what the table says of `event`, and what follows from it. Raises IllegalEvent, with nothing
@@ -288,10 +289,12 @@ class Machine:
         self.emit(Send(self.peer, message))
 
     def fence(self) -> None:
-        """Have every rank of ours in the plan end the epoch; the answers are collected in `fences`."""
-        self.fences = Fences(self.ranks)
-        for rank in self.ranks:
-            self.emit(Fence(self.transfer, rank, self.epoch))
+        """Have every rank of ours end the epoch for each rank that it exchanges bytes with; the answers are
+        collected in `fences`."""
+        self.fences = Fences(self.partners, self.peer)
+        for rank, others in self.partners.items():
+            for other in others:
+                self.emit(Fence(self.transfer, rank, other, self.epoch))
 
     def end(self, error: ErrorInfo, end: End) -> None:
         """What every failure does: it is remembered, and the engine and the peer are told."""
@@ -334,8 +337,8 @@ class Machine:
 
     def on_fenced(self, event: FenceDone) -> None:
         """One of our ranks has answered its fence. Raises IllegalEvent if that is no news."""
-        if not self.fences.answer(event.rank, event.proven):
-            raise self.illegal(f"no fence is waited for at rank {event.rank}")
+        if not self.fences.answer(event.rank, event.partner, event.proven):
+            raise self.illegal(f"no fence for {event.partner} is waited for at rank {event.rank}")
 
     def asked(self, waiting: dict[tuple[int, int], Asked], rank: int, tag: int) -> Asked:
         """Take what our rank `rank` was asked for under `tag` out of `waiting`. Raises IllegalEvent if it was

@@ -109,8 +109,8 @@ class ReceiverMachine(Machine):
         self.epoch = self.new_epoch()
         self.prefix_tokens = event.prefix_tokens
         self._tally = Tally(self.transfer, plan, event.prefix_tokens, self.prompt_tokens)
-        self._granting = set(self.ranks)
-        for rank in self.ranks:
+        self._granting = set(self.partners)
+        for rank in self.partners:
             self.emit(Grant(self.transfer, rank, self.epoch, self.pages, self.slot))
 
     def _granted(self, event: Granted) -> None:

@@ -183,10 +183,8 @@ class SenderMachine(Machine):
         self.release()
 
     def _meet(self, link: PeerLink) -> None:
-        """A session has opened, or another one. Raises what makes it impossible to work with this peer."""
+        """A session has opened, or another one."""
         self.link = link
-        if link.error is not None:
-            raise link.error.exception()
 
     def _back(self, link: PeerLink) -> None:
         self.resend_failure()

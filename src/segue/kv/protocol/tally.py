@@ -1,5 +1,5 @@
 """Who has reported, as a set compared with the plan, never a count: `Tally` of what has arrived at the
-receiver, `Fences` of the ranks that have ended an epoch.
+receiver, `Fences` of what has been answered when an epoch ends.
 
 Each planned (source, target) pair must report chunks that cover `[prefix, prompt)` without a gap or an
 overlap and end with its final marker; the chunks of all pairs must be the same ones, since each source sends
@@ -9,10 +9,10 @@ target has passed it on to another rank; and the metadata of this very transfer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from segue.kv.errors import ChecksumMismatch, MetadataMismatch, TransferFailed
-from segue.kv.ids import Span, TransferId
+from segue.kv.ids import LeaderId, RankId, Span, TransferId
 from segue.kv.layout.planner import PairPlan
 from segue.kv.protocol.messages import ChunkPosted, Metadata
 
@@ -178,21 +178,27 @@ class Tally:
 
 
 class Fences:
-    """The answers of our ranks to the fence of one hand-off, in any order. `waiting` holds the ranks that
-    have not answered, `unproven` those of which no answer was a proof (see `FenceDone`)."""
+    """The answers of our ranks to the fences of one hand-off, in any order: of each rank one for every
+    partner, a rank that it exchanges bytes with. `waiting` holds the (rank, partner) without an answer,
+    `unproven` those with a rank of the `peer` of which no answer was a proof (see `FenceDone`). Ranks of our
+    own that write to one another are both fenced: that both have answered is the proof.
+
+    A fence that is asked again keeps what was answered: a proof stays one, whenever it comes.
+    """
 
     __slots__ = ("unproven", "waiting")
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.waiting = set(ranks)
-        self.unproven = set(ranks)
+    def __init__(self, partners: Mapping[int, Collection[RankId]], peer: LeaderId) -> None:
+        self.waiting = {(rank, partner) for rank, others in partners.items() for partner in others}
+        self.unproven = {(rank, partner) for rank, partner in self.waiting if partner.leader == peer}
 
-    def answer(self, rank: int, proven: bool) -> bool:
-        """Note an answer; False for one that is no news: of a rank that was not asked, or said so before."""
-        news = rank in self.waiting or (proven and rank in self.unproven)
-        self.waiting.discard(rank)
+    def answer(self, rank: int, partner: RankId, proven: bool) -> bool:
+        """Note an answer; False for one that is no news: to what was not asked, or said so before."""
+        asked = (rank, partner)
+        news = asked in self.waiting or (proven and asked in self.unproven)
+        self.waiting.discard(asked)
         if proven:
-            self.unproven.discard(rank)
+            self.unproven.discard(asked)
         return news
 
 

@@ -13,10 +13,10 @@ from segue.kv.errors import ErrorInfo
 from segue.kv.ids import LeaderId, RankId, Role, TransferId
 from segue.kv.io import Io
 from segue.kv.protocol.events import AbortTransfer, ComputeChecksum, Fence, Grant, Granted, PostWrite, Relay
+from segue.kv.protocol.link import partners, writes
 from segue.kv.protocol.messages import LeaderInfo
 from segue.kv.ranks.local_rank import Rank, RankOwner
 from segue.kv.session.tasks import awaited
-from segue.kv.transport.base import Fenced
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,6 @@ class PeerRoute:
     transport: str
     partners: Mapping[int, Collection[RankId]]
     targets: Mapping[int, Collection[RankId]]
-
-
-@dataclass(slots=True)
-class _OpenFence:
-    """A fence of one of our ranks: for which ranks it was never answered, and for which ranks of the peer no
-    answer was a proof."""
-
-    waiting: set[RankId]
-    unproven: set[RankId]
 
 
 class Ranks:
@@ -61,8 +52,6 @@ class Ranks:
         self._connecting: dict[tuple[LeaderId, str], asyncio.Task[None]] = {}
         #: of each rank of ours and epoch (a number of this decode leader): the ranks that cannot write yet
         self._grants: dict[tuple[LeaderId, int, int], set[RankId]] = {}
-        #: of each hand-off that is not over and each rank of ours
-        self._fences: dict[tuple[TransferId, int], _OpenFence] = {}
         #: of each peer, its ranks that are known to be dead
         self._dead: dict[LeaderId, set[int]] = {}
 
@@ -73,8 +62,8 @@ class Ranks:
 
     @property
     def unanswered(self) -> int:
-        """For how many grants and fences answers are put together here."""
-        return len(self._grants) + len(self._fences)
+        """For how many grants answers are put together here."""
+        return len(self._grants)
 
     def withdraw(self, name: str) -> bool:
         """Offer `name` to no further peer; those that use it keep it. False where nothing else is offered."""
@@ -94,17 +83,12 @@ class Ranks:
         """From now on `peer` is reached by the transport `name`; `pairs` and `relays` are those of the plan.
         No `needed` peer is forgotten for it: one with a session, or with a hand-off that is not over."""
         prefill, decode = (self._me, peer) if self._sending else (peer, self._me)
-        writes = [(RankId(prefill, source), RankId(decode, target)) for source, target in pairs]
-        writes += [(RankId(decode, target), RankId(decode, other)) for _, target, other in relays]
-        partners: dict[int, dict[RankId, None]] = {}
+        written = writes(prefill, decode, pairs, relays)
         targets: dict[int, dict[RankId, None]] = {}
-        for writer, reader in writes:
+        for writer, reader in written:
             if writer.leader == self._me:
                 targets.setdefault(writer.rank, {})[reader] = None
-                partners.setdefault(writer.rank, {})[reader] = None
-            if reader.leader == self._me:
-                partners.setdefault(reader.rank, {})[writer] = None
-        self._routes[peer] = PeerRoute(name, partners, targets)
+        self._routes[peer] = PeerRoute(name, partners(self._me, written), targets)
         self._dead.pop(peer, None)
         spare = [known for known in self._routes if known not in needed]
         for oldest in spare[: max(0, len(self._routes) - self._max_peers)]:
@@ -182,7 +166,7 @@ class Ranks:
             return False
         peer = self.peer_of(effect.transfer)
         route = route or self._routes[peer]
-        name, partners = route.transport, route.partners[effect.rank]
+        name = route.transport
         match effect:
             case PostWrite():
                 rank.write(name, RankId(peer, effect.target), effect.epoch, effect.tag, effect.blocks)
@@ -190,17 +174,14 @@ class Ranks:
                 rank.write(name, RankId(self._me, effect.target), effect.epoch, effect.tag, effect.blocks)
             case Grant():
                 area = (effect.epoch, effect.pages, effect.slot)
-                waiting = {partner for partner in partners if not rank.grant(name, partner, *area)}
+                asked = route.partners[effect.rank]
+                waiting = {partner for partner in asked if not rank.grant(name, partner, *area)}
                 if waiting:
                     self._grants[effect.transfer.decode, effect.epoch, effect.rank] = waiting
                 return not waiting
             case Fence():
                 self._grants.pop((effect.transfer.decode, effect.epoch, effect.rank), None)
-                # Asked again, it keeps what was answered: a proof stays one.
-                fence = _OpenFence(set(partners), {p for p in partners if p.leader == peer})
-                self._fences.setdefault((effect.transfer, effect.rank), fence)
-                for partner in partners:
-                    rank.fence(name, partner, effect.epoch)
+                rank.fence(name, effect.partner, effect.epoch)
         return False
 
     def transport_to(self, peer: LeaderId) -> str | None:
@@ -230,25 +211,6 @@ class Ranks:
         del self._grants[key]
         return Granted(transfer, rank)
 
-    def fenced(self, transfer: TransferId, rank: int, event: Fenced) -> bool | None:
-        """One of our ranks has answered a fence for another rank. None before it has for all that it
-        exchanges bytes with; then, at each answer, whether it is proven that none of the peer writes to it.
-        Ranks of our own that write to one another are both fenced, and that both have answered is the proof.
-        Where a fence was asked again, the answers to the first time may come after that: what was known
-        before. A proof counts whenever it comes."""
-        fence = self._fences.get((transfer, rank))
-        if fence is None:
-            return None
-        fence.waiting.discard(event.peer)
-        if event.proven:
-            fence.unproven.discard(event.peer)
-        return None if fence.waiting else not fence.unproven
-
-    def released(self, transfer: TransferId) -> None:
-        """A hand-off is over: nobody waits for what its fences are answered."""
-        for rank in range(len(self._ranks)):
-            self._fences.pop((transfer, rank), None)
-
     def died(self, peer: RankId) -> bool:
         """A rank of a peer is dead. True once every one that exchanges bytes with ours is known to be: the
         death of one proves nothing of the others, and its leader says what follows."""
@@ -257,7 +219,7 @@ class Ranks:
             return True  # it was never told where to write
         dead = self._dead.setdefault(peer.leader, set())
         dead.add(peer.rank)
-        theirs = (p for partners in route.partners.values() for p in partners if p.leader == peer.leader)
+        theirs = (p for others in route.partners.values() for p in others if p.leader == peer.leader)
         return all(partner.rank in dead for partner in theirs)
 
     def close(self) -> None:
