@@ -42,9 +42,11 @@ if role is kv.Role.PREFILL:  # the child: decode starts this file again
     )
     wait(handle, kv.KVPoll.SUCCESS)
     handle.clear()
+    sys.stdin.read()  # decode ends first, so that it does not dial a peer that has left
     manager.close()
 else:
-    with Popen([sys.executable, __file__, transport, room, *names], stdout=PIPE, text=True) as child:
+    command = [sys.executable, __file__, transport, room, *names]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as child:
         manager.add_peer(prefill, "127.0.0.1", int(child.stdout.readline()))
         wait(handle, kv.KVPoll.WAITING_FOR_INPUT)
         handle.send_metadata(PAGES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +39,6 @@ def checked(manager):
 KVManager.close = checked
 """
 
-LEFT = re.compile(r"cannot join \S+: \S+ cannot be reached: Connection refused")
-
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_handover(transport: str, tmp_path: Path) -> None:
@@ -53,20 +51,37 @@ def test_handover(transport: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "first token 42, KV equal\n"
-    # Prefill ends first; on a busy machine decode has the time to dial it once more.
-    assert [line for line in done.stderr.splitlines() if not LEFT.fullmatch(line)] == []
+    assert done.stderr == ""
     assert len(list(checked.iterdir())) == 2, "one of the two processes was not asked"
 
 
-def test_the_example_is_short() -> None:
-    source = (ROOT / "examples" / "handover.py").read_text()
-    assert len(source.splitlines()) < 60
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_use_the_face_alone(name: str) -> None:
+    found = [
+        node.module if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(ast.parse((ROOT / "examples" / name).read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
+    ours = {module for module in found if module and module.startswith("segue")}
+    assert ours <= {"segue", "segue.kv"}
+    assert ours
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_killed_peer(role: str) -> None:
+    """With every warning of Python an error, also in the child."""
+    command = [sys.executable, str(ROOT / "examples" / "killed_peer.py"), role]
+    environ = os.environ | {"PYTHONWARNINGS": "error"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    told = "the peer was killed: FAILED, 40 pages free\na new peer: SUCCESS, 40 pages free\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
 
 
 def test_own_memory() -> None:
     command = [sys.executable, str(ROOT / "examples" / "own_memory.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stdout) == (0, "KV equal\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "KV equal\n", "")
 
 
 @pytest.mark.slow
@@ -75,4 +90,4 @@ def test_symmetric_ranks() -> None:
     environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
     told = "running [1, 2, 3, 4, 6], KV equal; room 5 has failed: the cable of rank 1 is broken"
-    assert (done.returncode, done.stdout) == (0, f"rank 0: {told}\nrank 1: {told}\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"rank 0: {told}\nrank 1: {told}\n", "")
