@@ -23,9 +23,9 @@ from segue.cli.main import main, parser
 from segue.engine.pool_size import ModelSize
 from segue.kv.errors import ConfigError, Internal, PeerRefused
 from segue.kv.ids import Role
-from segue.server.settings.access_config import AccessConfig
-from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
+from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import Layers, argv, build, settings
+from segue.server.settings.shared_config import AccessConfig, TlsConfig
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready, decode_report
 

@@ -24,16 +24,9 @@ from segue.engine.pool_size import Host, ModelSize
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
 from segue.server.frontend import frontend_process as server
-from segue.server.settings.access_config import AccessConfig
-from segue.server.settings.commands import (
-    AnswersConfig,
-    FrontendConfig,
-    InstanceConfig,
-    LimitsConfig,
-    ModelConfig,
-    ServeConfig,
-)
+from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import argv
+from segue.server.settings.shared_config import AccessConfig, AnswersConfig, LimitsConfig, ModelConfig
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.process_tree import MARGIN_S, THREAD_VARIABLES
 
@@ -132,10 +125,9 @@ def front(**settings: Any) -> FrontendConfig:
         registry="http://127.0.0.1:1",
         host="127.0.0.9",
         port=81,
-        policy="follow_bootstrap_room",
         revision="v1",
         cache="/cache",
-        answers=AnswersConfig(max_attempts=5, sampling_defaults=settings.pop("defaults", "model")),
+        answers=AnswersConfig(policy="follow_bootstrap_room", max_attempts=5),
         access=AccessConfig(api_key="hunter2"),
         limit=LIMITS,
         secret=settings.pop("secret", SECRET),
@@ -175,18 +167,19 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
     assert noted.given["resolve"] == ((found, "/cache", "v1"), {"weights": False})
     [registry, settings], given = noted.given["fleet"]
     assert isinstance(registry, Registry)
-    assert (settings.served_model, settings.policy, settings.max_attempts) == (served, config.policy, 5)
+    assert (settings.served_model, settings.policy) == (served, "follow_bootstrap_room")
+    assert settings.max_attempts == 5
     assert (given["secret"], given["limits"], given["tls"]) == (SECRET, limits, TLS)
     (told, fleet, metrics, stop), more = noted.given["server"]
+    assert told is config
     assert (fleet, metrics, given["metrics"]) == (FLEET, "the metrics", "the metrics")
     assert not stop.is_set()
-    assert (told.model_folder, told.served_model) == (Path("/models/here"), served)
+    assert (more["model_folder"], more["served_model"]) == (Path("/models/here"), served)
     assert noted.given["door"][0] == ("127.0.0.9", 81)
-    assert noted.named("door") == {"drain_s": 7.0, "keys": told.keys, "metrics": "the metrics"}
+    assert noted.named("door") == {"drain_s": 7.0, "keys": more["keys"], "metrics": "the metrics"}
     assert isinstance(more["door"], Door)
-    assert (told.host, told.port, told.model_defaults, told.limits) == ("127.0.0.9", 81, True, limits)
-    assert told.keys.allow(b"Bearer hunter2")
-    assert not told.keys.allow(b"Bearer other")
+    assert more["keys"].allow(b"Bearer hunter2")
+    assert not more["keys"].allow(b"Bearer other")
     assert more["records"] is given["records"], "what the fleet notes is what the server explains"
     more["on_ready"]("http://here")
     assert ready == ["http://here"]
@@ -200,11 +193,10 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
         assert noted.order[-1] == "registry closed"
 
 
-def test_a_frontend_without_a_secret_has_none_and_openai_s_defaults_are_not_the_model_s(noted: Noted) -> None:
-    config = front(model="mine", served_model_name="m", secret=b"", defaults="openai")
+def test_a_frontend_without_a_secret_has_none(noted: Noted) -> None:
+    config = front(model="mine", served_model_name="m", secret=b"")
     asyncio.run(frontend.run(config, lambda _url: None, processes.Lifeline()))
     assert noted.named("registry")["secret"] is noted.named("fleet")["secret"] is None
-    assert noted.given["server"][0][0].model_defaults is False
 
 
 @pytest.mark.parametrize("model", [None, "mine"])

@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from segue.kv import ConfigError
-from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
+from segue.server.settings.commands import (
+    COMMANDS,
+    DoctorConfig,
+    FrontendConfig,
+    InstanceConfig,
+    OperatorConfig,
+    ServeConfig,
+)
 from segue.server.settings.flag_aliases import IN_SERVE, OLD_NAMES
 from segue.server.settings.layers import Layers, Setting, branches, build, hint, leaves, parse_toml, settings
-from segue.server.settings.operator_config import DoctorConfig, OperatorConfig
 
 Config = TypeVar("Config")
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from segue import __version__
 from segue.cli import extras, flags
 from segue.kv import ConfigError, Role, SegueError
-from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
+from segue.server.settings.commands import COMMANDS, DoctorConfig, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import nearest
-from segue.server.settings.operator_config import DoctorConfig
 
 Handler = Callable[[argparse.Namespace], int]
 

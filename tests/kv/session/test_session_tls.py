@@ -15,7 +15,7 @@ from segue.kv.errors import BootstrapUnreachable, ConfigError, PeerRefused, Segu
 from segue.kv.limits import Limits
 from segue.kv.session.node import SessionNode
 from segue.kv.session.tls import tls_from_files
-from segue.server.settings.commands import TlsConfig
+from segue.server.settings.shared_config import TlsConfig
 from tls_files import Authority, TlsFiles
 
 

@@ -35,8 +35,8 @@ from segue.server.instance import instance_http as http
 from segue.server.instance.instance_http import InstanceStatus, start_http
 from segue.server.instance.kv_settings import dp_ranks
 from segue.server.observe.metrics import Metrics
-from segue.server.settings.access_config import AccessConfig
 from segue.server.settings.commands import InstanceConfig
+from segue.server.settings.shared_config import AccessConfig
 from segue.server.supervisor.dp_rank_processes import RankProcesses
 
 SECRET = b"a secret of enough bytes"

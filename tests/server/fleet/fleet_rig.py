@@ -139,6 +139,7 @@ class Rig:
     def __init__(self, **settings: Any) -> None:
         self.registry = FakeRegistry()
         self.metrics = Metrics()
+        settings.setdefault("policy", "total_tokens")
         settings.setdefault("no_replica_wait_s", 0.05)
         self.fleet = Fleet(
             self.registry,

@@ -15,7 +15,7 @@ from conftest import FakeBackend, Running, serve
 from segue.kv.errors import ConfigError
 from segue.server.frontend.keys import MAX_KEY_CHARS, ApiKeys, read_keys
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.shared_config import AccessConfig
 
 KEYS = ("first-key-of-the-tests", "second-key-of-the-tests")
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -231,7 +231,7 @@ def ordered(backend: FakeBackend, tokenizer: ModelTokenizer, **settings: Any) ->
 def test_of_clients_that_are_trusted_users_are_told_apart_and_priorities_count(
     keys: tuple[str, ...], client_order: str, backend: FakeBackend, tokenizer: ModelTokenizer
 ) -> None:
-    found = ordered(backend, tokenizer, keys=keys, client_order=client_order)
+    found = ordered(backend, tokenizer, keys=keys, access=AccessConfig(client_order=client_order))
     first, second, third, fourth = (tenant for tenant, _ in found)
     assert first == third != second
     assert "anna" not in first
@@ -244,13 +244,14 @@ def test_who_is_not_trusted_has_no_place_of_its_own_choice(
     keys: tuple[str, ...], client_order: str, backend: FakeBackend, tokenizer: ModelTokenizer
 ) -> None:
     """A new name in each request, or a low number, would put one client before all others."""
-    assert set(ordered(backend, tokenizer, keys=keys, client_order=client_order)) == {("", 0)}
+    access = AccessConfig(client_order=client_order)
+    assert set(ordered(backend, tokenizer, keys=keys, access=access)) == {("", 0)}
 
 
 def test_several_keys_are_tenants_also_where_what_clients_say_counts_nothing(
     backend: FakeBackend, tokenizer: ModelTokenizer
 ) -> None:
-    found = ordered(backend, tokenizer, keys=KEYS, client_order="none")
+    found = ordered(backend, tokenizer, keys=KEYS, access=AccessConfig(client_order="none"))
     assert set(found) == {("key 1", 0)}
 
 

@@ -151,7 +151,6 @@ def test_token_ids_and_texts_at_their_edges(door: Running) -> None:
 
 def test_the_bounds_are_the_model_s_own_word(model_folder: Any, tokenizer: ModelTokenizer) -> None:
     assert model_bounds(model_folder, tokenizer) == (512, 330)
-    assert model_bounds(model_folder, tokenizer, 77) == (77, 330)
 
 
 # ---- what is recorded --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from fleet_rig import SECRET, FakeRegistry, Leader
 from conftest import CONTEXT
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
-from segue.kv.limits import Limits
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
-from segue.server.frontend.frontend_process import FrontendSettings, run_frontend
+from segue.server.frontend.frontend_process import run_frontend
 from segue.server.frontend.http_server import bind
 from segue.server.frontend.keys import ApiKeys
 from segue.server.observe.metrics import Metrics
+from segue.server.settings.commands import FrontendConfig
+from segue.server.settings.shared_config import AnswersConfig, LimitsConfig
 
+NO_KEYS = ApiKeys(())
+SHORT_DRAIN = LimitsConfig(drain_s=0.1)
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
 
@@ -32,20 +36,31 @@ async def frontend_of(
     policy: str = "total_tokens",
     on_listening: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
+    keys: ApiKeys = NO_KEYS,
     **kw: Any,
 ) -> None:
     """A frontend over a fleet, as `segue frontend` puts them together."""
-    kw.setdefault("limits", Limits(drain_s=60))
-    settings = FrontendSettings(model_folder=folder, served_model="tiny", port=0, **kw)
+    kw.setdefault("limit", LimitsConfig(drain_s=60))
+    config = FrontendConfig(registry="http://127.0.0.1:1", port=0, **kw)
     metrics = Metrics()
     fleet = Fleet(
         registry,
         FleetSettings(served_model="tiny", policy=policy),
         secret=SECRET,
-        limits=settings.limits,
+        limits=config.limit.limits(),
         metrics=metrics,
     )
-    await run_frontend(settings, fleet, metrics, stop, on_listening=on_listening, on_ready=on_ready)
+    await run_frontend(
+        config,
+        fleet,
+        metrics,
+        stop,
+        model_folder=folder,
+        served_model="tiny",
+        keys=keys,
+        on_listening=on_listening,
+        on_ready=on_ready,
+    )
 
 
 def test_a_port_in_use_and_a_broken_folder_are_configuration_errors(
@@ -66,6 +81,25 @@ def test_a_port_in_use_and_a_broken_folder_are_configuration_errors(
         asyncio.run(start(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no placement policy"):
         asyncio.run(start(model_folder, policy="best"))
+
+
+def test_the_model_s_sampling_defaults_are_read_only_where_they_are_asked_for(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text("{")
+
+    async def start(whose: str) -> None:
+        stop = asyncio.Event()
+        answers = AnswersConfig(sampling_defaults=whose)
+        async with asyncio.timeout(60):
+            await frontend_of(
+                folder, FakeRegistry(), stop, on_listening=lambda _url: stop.set(), answers=answers
+            )
+
+    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+        asyncio.run(start("model"))
+    asyncio.run(start("openai"))
 
 
 def test_ready_after_the_canary_then_serving_then_a_drain(model_folder: Path) -> None:
@@ -175,7 +209,7 @@ def test_what_does_not_end_within_the_drain_time_is_ended(model_folder: Path) ->
         registry, stop = FakeRegistry(), asyncio.Event()
         ready: asyncio.Queue[str] = asyncio.Queue()
         frontend = asyncio.create_task(
-            frontend_of(model_folder, registry, stop, on_ready=ready.put_nowait, limits=Limits(drain_s=0.1))
+            frontend_of(model_folder, registry, stop, on_ready=ready.put_nowait, limit=SHORT_DRAIN)
         )
         leader = Leader(Role.UNIFIED)
         async with asyncio.timeout(120):

@@ -27,7 +27,8 @@ from segue.server.instance.rank_workers import OpenedReplica, open_replica
 from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.server.registry.registry_server import serve as serve_registry
 from segue.server.schedulers.scheduler import Scheduler
-from segue.server.settings.commands import InstanceConfig, LimitsConfig, ModelConfig
+from segue.server.settings.commands import InstanceConfig
+from segue.server.settings.shared_config import LimitsConfig, ModelConfig
 
 VOCAB = 1000
 LIMITS = LimitsConfig(keepalive_s=0.5, peer_silence_s=20, drain_s=5, max_queue=4096)

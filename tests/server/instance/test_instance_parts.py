@@ -49,8 +49,8 @@ from segue.server.instance.rank_workers import OpenedReplica, RankProcess, Worke
 from segue.server.instance.role_lifecycle import RoleLifecycle
 from segue.server.messages.control import Load
 from segue.server.messages.operate import SetDraining, Switch
-from segue.server.settings.access_config import AccessConfig
-from segue.server.settings.commands import InstanceConfig, ModelConfig
+from segue.server.settings.commands import InstanceConfig
+from segue.server.settings.shared_config import AccessConfig, ModelConfig
 
 ME = LeaderId(Incarnation("a" * 32), 1)
 

@@ -10,7 +10,8 @@ from segue.kv.ids import Role
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.instance.local_cost import measure_pauses
 from segue.server.schedulers.kv_cache import KVCache
-from segue.server.settings.commands import InstanceConfig, ModelConfig
+from segue.server.settings.commands import InstanceConfig
+from segue.server.settings.shared_config import ModelConfig
 
 
 @pytest.mark.parametrize(("pages", "chunk_tokens", "lengths"), [(64, 100, [4, 16, 64]), (8, 512, [4, 16])])

@@ -33,7 +33,8 @@ from segue.server.instance.role_lifecycle import RoleLifecycle
 from segue.server.messages.control import Load, Submit
 from segue.server.messages.operate import SetDraining, Switch
 from segue.server.registry.registry_records import InstanceRecord
-from segue.server.settings.commands import InstanceConfig, ModelConfig
+from segue.server.settings.commands import InstanceConfig
+from segue.server.settings.shared_config import ModelConfig
 
 TOKENS = 12
 

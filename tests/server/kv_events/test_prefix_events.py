@@ -39,10 +39,10 @@ def test_a_frontend_follows_what_is_stored_flushed_and_computed_again() -> None:
         async def main() -> None:
             url = f"http://127.0.0.1:{made.registry.port}"
             client = RegistryClient(url, secret=None, limits=LIMITS.limits())
-            settings = FleetSettings(served_model=made.running[0].instance.config.served_model)
+            served = made.running[0].instance.config.served_model
             both = []
             for policy in ("prefix_aware", "total_requests"):
-                chosen = FleetSettings(served_model=settings.served_model, policy=policy)
+                chosen = FleetSettings(served_model=served, policy=policy)
                 fleet = Fleet(client, chosen, secret=None, limits=LIMITS.limits(), metrics=Metrics())
                 fleet.start()
                 both.append(fleet)

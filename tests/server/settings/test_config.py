@@ -15,9 +15,10 @@ from segue.kv.errors import ConfigError
 from segue.kv.ids import RankCoord, Role
 from segue.kv.limits import Limits
 from segue.server.settings import commands as c
-from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ModelConfig, ServeConfig
+from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import Layers, argv, build, flatten, integer, parse_toml, settings
 from segue.server.settings.ranks_config import RanksConfig
+from segue.server.settings.shared_config import AnswersConfig, ModelConfig
 
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 HOST = Host(cores=8, free_bytes=16 * 2**30)
@@ -213,7 +214,9 @@ def test_kv_events_need_a_port_for_each_leader_of_each_kind() -> None:
 
 
 def test_the_ranks_of_a_deployment_share_its_host() -> None:
-    config = ServeConfig(prefill=2, ranks=RanksConfig(prefill_dp=3, decode_dp=2), policy="total_tokens")
+    config = ServeConfig(
+        prefill=2, ranks=RanksConfig(prefill_dp=3, decode_dp=2), answers=AnswersConfig(policy="total_tokens")
+    )
     host = Host(cores=16, free_bytes=2**34)
     assert config.workers == 8
     prefill = config.instance(Role.PREFILL, "p", host, "http://h:1")

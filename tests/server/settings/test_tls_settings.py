@@ -7,9 +7,16 @@ import pytest
 from segue.engine.pool_size import Host
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
-from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
+from segue.server.settings.commands import (
+    COMMANDS,
+    DoctorConfig,
+    FrontendConfig,
+    InstanceConfig,
+    OperatorConfig,
+    ServeConfig,
+)
 from segue.server.settings.layers import Layers, argv, build, settings
-from segue.server.settings.operator_config import DoctorConfig, OperatorConfig
+from segue.server.settings.shared_config import TlsConfig
 
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 FILES = {"SEGUE_TLS_CERT": "c.pem", "SEGUE_TLS_KEY": "k.pem", "SEGUE_TLS_CA": "a.pem"}

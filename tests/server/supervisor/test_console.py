@@ -169,7 +169,7 @@ SPAM = """
 import logging, threading
 from segue.cli import logs
 from segue.cli.commands import processes
-from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.shared_config import AccessConfig
 from segue.server.supervisor.console import Console
 console = Console()
 logs.configure("info", "serve", console)

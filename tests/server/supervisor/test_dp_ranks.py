@@ -17,9 +17,10 @@ import supervised
 from segue.engine.pool_size import Host
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
-from segue.server.settings.commands import FrontendConfig, InstanceConfig, LimitsConfig
+from segue.server.settings.commands import FrontendConfig, InstanceConfig
 from segue.server.settings.layers import argv
 from segue.server.settings.ranks_config import RanksConfig
+from segue.server.settings.shared_config import LimitsConfig
 from segue.server.supervisor.children import Child
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.dp_rank_processes import RankProcesses, leaders

@@ -20,11 +20,11 @@ import supervised
 
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
-from segue.server.settings.access_config import AccessConfig
 from segue.server.settings.commands import FrontendConfig, InstanceConfig
 from segue.server.settings.kv_events_config import KVEventsConfig
 from segue.server.settings.layers import argv
 from segue.server.settings.ranks_config import RanksConfig
+from segue.server.settings.shared_config import AccessConfig
 from segue.server.supervisor import process_tree, restarts
 from segue.server.supervisor.children import Child, ChildSpec
 from segue.server.supervisor.process_tree import ProcessTree, ServeResult, Unit, missing, secret_fd

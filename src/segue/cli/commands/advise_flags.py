@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from segue.kv import ConfigError
-from segue.server.settings.commands import DTYPES
+from segue.server.settings.shared_config import DTYPES
 
 _GIVE = (
     "say how fast a worker is: --measure (this machine's engine), --measured FILE (an earlier measurement), "

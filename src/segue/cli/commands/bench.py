@@ -27,7 +27,7 @@ from segue.kv.session import awaited
 from segue.lab.bench.loadgen import ClientConnection, Failure, Target, fetch_json, stream
 from segue.lab.bench.stats import RequestTimes, summary
 from segue.server.frontend.keys import read_keys
-from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.shared_config import AccessConfig
 
 #: Common words, most of which are one token in any vocabulary.
 _WORDS = """

@@ -110,28 +110,30 @@ async def _serve(
         server = imported.result()
         fleet = Fleet(
             registry,
-            FleetSettings(served_model=name, policy=config.policy, max_attempts=config.answers.max_attempts),
+            FleetSettings(
+                served_model=name, policy=config.answers.policy, max_attempts=config.answers.max_attempts
+            ),
             secret=config.secret or None,
             limits=limits,
             metrics=metrics,
             tls=tls,
             records=records,
         )
-        settings = server.FrontendSettings(
-            model_folder=Path(folder),
-            served_model=name,
-            host=config.host,
-            port=config.port,
-            model_defaults=config.answers.sampling_defaults == "model",
-            limits=limits,
-            keys=keys,
-            client_order=config.access.client_order,
-        )
         telling = background(lifeline.follow(fleet.await_restarted), name="news of restarts", failed=_say)
         closing.callback(telling.cancel)
         trace = passed_on if spans is None else lambda parent: TraceContext(parent, spans.context(parent))
         await server.run_frontend(
-            settings, fleet, metrics, stop, records=records, trace=trace, door=door, on_ready=on_ready
+            config,
+            fleet,
+            metrics,
+            stop,
+            model_folder=Path(folder),
+            served_model=name,
+            keys=keys,
+            records=records,
+            trace=trace,
+            door=door,
+            on_ready=on_ready,
         )
         return True
 

@@ -18,7 +18,7 @@ from segue.server.fleet.operator import Operator, Row, operator
 from segue.server.messages.operate import PairStatus, Status
 from segue.server.messages.records import MAX_RECORDS, MAX_RECORDS_BYTES
 from segue.server.registry.registry_records import ReplicaRecord
-from segue.server.settings.operator_config import OperatorConfig
+from segue.server.settings.commands import OperatorConfig
 
 #: Digits of an incarnation that are shown.
 DIGITS = 8

@@ -6,7 +6,7 @@ import math
 
 from segue.cli import flags
 from segue.kv import ConfigError
-from segue.server.settings.operator_config import OperatorConfig
+from segue.server.settings.commands import OperatorConfig
 
 #: What `drain` and `resume` wait for unless `--timeout` says otherwise, in seconds.
 TIMEOUT_S = 600.0

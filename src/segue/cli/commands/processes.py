@@ -27,9 +27,9 @@ from segue.kv.session import Tls, tls_from_files
 from segue.server.frontend.keys import read_keys
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.host import this_host
-from segue.server.settings.access_config import AccessConfig
-from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
+from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import argv, nearest
+from segue.server.settings.shared_config import AccessConfig, TlsConfig
 from segue.server.supervisor.console import Console, LogFolder
 from segue.server.supervisor.dp_rank_processes import RankProcesses
 from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready

@@ -16,7 +16,7 @@ from segue.kv import FAR_UNDER, KINDS, USABLE, ConfigError
 from segue.kv.session import tls_from_files
 from segue.lab.bench import transport_probe
 from segue.lab.bench.transport_probe import Speed
-from segue.server.settings.operator_config import DoctorConfig
+from segue.server.settings.commands import DoctorConfig
 
 
 class TransportRow(msgspec.Struct, frozen=True, kw_only=True):

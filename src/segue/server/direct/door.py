@@ -106,7 +106,7 @@ class LazyDoor:
             vocab_size=vocab_size,
             limits=limits,
             defaults=of_model(folder, vocab_size),
-            client_order=config.access.client_order,
+            access=config.access,
         )
         records = Records()
         # A router places its requests again by itself, elsewhere.

@@ -24,7 +24,7 @@ class FleetSettings:
     """  # noqa: E501
 
     served_model: str
-    policy: str = "total_tokens"
+    policy: str
     backlog_outputs: int = 1024
     backlog_wait_s: float = 5.0
     no_replica_wait_s: float = 2.0

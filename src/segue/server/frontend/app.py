@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -63,6 +63,7 @@ from segue.server.frontend.trace_context import TraceContext, passed_on, tracepa
 from segue.server.messages.records import Records, RequestRecord, Step
 from segue.server.observe.integrity_report import NodeState, busy, process_facts
 from segue.server.observe.metrics import CONTENT_TYPE, Metrics
+from segue.server.settings.shared_config import AccessConfig
 
 log = logging.getLogger("segue.frontend")
 
@@ -87,8 +88,7 @@ class OpenAIServerSettings:
     vocab_size: int
     limits: Limits
     defaults: SamplingDefaults = OPENAI
-    #: one of `CLIENT_ORDERS`
-    client_order: str = "keys"
+    access: AccessConfig = field(default_factory=AccessConfig)
     inline_bytes: int = 16 * 1024
     tokenizer_threads: int = 2
     body_timeout_s: float = 60.0
@@ -295,7 +295,7 @@ class OpenAIServer:
         make: Callable[[Generating, ModelCard, str], Plan],
     ) -> Plan:
         """What to run for `body`, which nobody should keep any longer. Raises BadParam."""
-        counts = self.settings.client_order
+        counts = self.settings.access.client_order
         trusted = counts == "all" or (counts == "keys" and call.has_key)
         card, (priority, tenant) = self.card(), waiting_order(body, call.tenant, trusted=trusted)
         salt = cache_salt(body, call.cache_domain)

@@ -7,11 +7,10 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from segue.kv import ConfigError, Limits
+from segue.kv import ConfigError
 from segue.kv.session import awaited, background, is_loopback
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.backend import Backend
@@ -23,36 +22,20 @@ from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.frontend.trace_context import TraceContext, passed_on
 from segue.server.messages.records import Records
 from segue.server.observe.metrics import Metrics
+from segue.server.settings.commands import FrontendConfig
 
 log = logging.getLogger("segue.frontend")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendSettings:
-    """What `run_frontend` needs beside its backend.
-
-    `port` 0 means any free one. `model_folder` holds the tokenizer and `config.json`; `context_tokens` 0
-    means what `config.json` says. `model_defaults`: sampling settings that a client does not name are those
-    of the model's `generation_config.json`. Without `keys` everybody who can reach the port may ask.
-    """
-
-    model_folder: Path
-    served_model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    limits: Limits = field(default_factory=Limits)
-    context_tokens: int = 0
-    model_defaults: bool = True
-    keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
-    client_order: str = "keys"
-
-
 async def run_frontend(
-    config: FrontendSettings,
+    config: FrontendConfig,
     backend: Backend,
     metrics: Metrics,
     stop: asyncio.Event,
     *,
+    model_folder: Path,
+    served_model: str,
+    keys: ApiKeys,
     records: Records | None = None,
     trace: Callable[[str], TraceContext] = passed_on,
     door: Doorway | None = None,
@@ -60,43 +43,44 @@ async def run_frontend(
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve what `backend` generates until `stop` is set, then drain: new requests get 503, running ones
-    have `limits.drain_s`. Starts `backend` and closes it; `metrics` and `records` are the process's, `trace`
-    makes a request's trace context of the client's. `door` is the port if it is open already; it is closed at
-    the end.
+    have `--drain-s`. Starts `backend` and closes it; `metrics` and `records` are the process's, `trace`
+    makes a request's trace context of the client's. `model_folder` holds the tokenizer and `config.json`.
+    Without `keys` everybody who can reach the port may ask. `door` is the port if it is open already; it is
+    closed at the end.
 
     `on_listening` and `on_ready` are called once with the URL: when requests are placed, and when the first
     canary has succeeded. Raises ConfigError before anything is served. Cancelling ends at once.
     """
-    door = door or Doorway(
-        config.host, config.port, drain_s=config.limits.drain_s, keys=config.keys, metrics=metrics
-    )
+    drain_s = config.limit.drain_s
+    door = door or Doorway(config.host, config.port, drain_s=drain_s, keys=keys, metrics=metrics)
     try:
         door.reason = "the frontend is loading the tokenizer"
-        tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model_folder)
-        log.info("event=tokenizer_loaded folder=%s", config.model_folder)
-        context_tokens, vocab_size = model_bounds(config.model_folder, tokenizer, config.context_tokens)
-        defaults = of_model(config.model_folder, vocab_size) if config.model_defaults else OPENAI
+        tokenizer = await asyncio.to_thread(ModelTokenizer.load, model_folder)
+        log.info("event=tokenizer_loaded folder=%s", model_folder)
+        context_tokens, vocab_size = model_bounds(model_folder, tokenizer)
+        own = config.answers.sampling_defaults == "model"
+        defaults = of_model(model_folder, vocab_size) if own else OPENAI
         log.info("what clients do not name: %s", defaults)
         settings = OpenAIServerSettings(
-            model=config.served_model,
+            model=served_model,
             context_tokens=context_tokens,
             vocab_size=vocab_size,
-            limits=config.limits,
+            limits=config.limit.limits(),
             defaults=defaults,
-            client_order=config.client_order,
+            access=config.access,
         )
         api = OpenAIServer(backend, tokenizer, settings, metrics, records, trace)
     except BaseException:
         await door.close()
         raise
-    if not config.keys and not is_loopback(config.host):
+    if not keys and not is_loopback(config.host):
         log.warning(
             "--host %s without an API key: everybody who can reach port %s may use this server; "
             "give --api-key-file",
             config.host,
             door.url.rpartition(":")[2],
         )
-    door.open(build_app(api, config.keys))
+    door.open(build_app(api, keys))
     url = door.url
     backend.start()
     canary = tokenizer.encode("Hello", special=True)[:8] or [0]
@@ -114,7 +98,7 @@ async def run_frontend(
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopping}:
             task.result()
-        await _drain(backend, api, config.limits.drain_s)
+        await _drain(backend, api, drain_s)
     finally:
         for task in (proving, announcing, stopping):
             task.cancel()
@@ -142,9 +126,9 @@ async def _drain(backend: Backend, api: OpenAIServer, drain_s: float) -> None:
         log.warning("%d requests did not end within %.0f s and are ended now", api.calls, drain_s)
 
 
-def model_bounds(folder: Path, tokenizer: ModelTokenizer, context_tokens: int = 0) -> tuple[int, int]:
-    """Context and vocabulary as `config.json` says (the context only where none is given); the workers' own
-    word comes later. Raises ConfigError."""
+def model_bounds(folder: Path, tokenizer: ModelTokenizer) -> tuple[int, int]:
+    """Tokens of context and of the vocabulary as `config.json` says; workers report their own bounds later.
+    Raises ConfigError."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -154,7 +138,7 @@ def model_bounds(folder: Path, tokenizer: ModelTokenizer, context_tokens: int = 
         raise ConfigError(f"{path} is not a model's configuration")
     text = raw.get("text_config")
     raw = {**raw, **text} if isinstance(text, dict) else raw
-    context = context_tokens or raw.get("max_position_embeddings") or raw.get("n_positions") or 0
+    context = raw.get("max_position_embeddings") or raw.get("n_positions") or 0
     if not isinstance(context, int) or context < 1:
         raise ConfigError(f"{path} does not say how long a context may be (max_position_embeddings)")
     vocab = raw.get("vocab_size")

@@ -17,7 +17,7 @@ from segue.kv import ConfigError, ErrorCode, Unauthorized
 from segue.server.frontend.http_call import CACHE_DOMAIN, TENANT, Receive, Scope, Send, request_id_of
 from segue.server.frontend.problems import error_body
 from segue.server.observe.metrics import Metrics
-from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.shared_config import AccessConfig
 
 log = logging.getLogger("segue.frontend.keys")
 

@@ -9,29 +9,35 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 from segue.engine.model_names import DEFAULT_MODEL, served_name
 from segue.engine.parallel import ParallelSize
 from segue.engine.pool_size import Host, ModelSize, check_memory, kv_pool_bytes
-from segue.kv import MAX_ATTEMPTS, ChecksumMode, ConfigError, Limits, Role
-from segue.server.settings.access_config import AccessConfig
+from segue.kv import ChecksumMode, ConfigError, Role
 from segue.server.settings.kv_events_config import KVEventsConfig
 from segue.server.settings.layers import integer, number, required, switch, text
-from segue.server.settings.log_config import LogConfig
 from segue.server.settings.ranks_config import (
     BALANCE_METHODS,
     CP_HELP,
     EXPERTS_HELP,
-    LOCAL_HELP,
     PP_HELP,
     TP_HELP,
     RanksConfig,
     check_expert_parallel,
 )
 from segue.server.settings.registry_address import REGISTRY_HELP, bracket, check_hosts, check_url
+from segue.server.settings.shared_config import (
+    REVISION_HELP,
+    AccessConfig,
+    AnswersConfig,
+    LimitsConfig,
+    LogConfig,
+    ModelConfig,
+    TlsConfig,
+)
 
 MODEL_HELP = "folder, GGUF file, smollm2, or a name of the Hugging Face Hub, ORG/NAME"
-REVISION_HELP = "branch, tag or commit of a model of the Hub (default: main)"
 CHECKSUM_MODES = tuple(mode.value for mode in ChecksumMode)
 TRANSPORT_HELP = (
     "how KV moves: one of those that `segue doctor` lists, or several with commas between them, of which "
@@ -40,127 +46,18 @@ TRANSPORT_HELP = (
 CHECKSUM_HELP = (
     "what of each chunk of KV is checked by a checksum after it has landed; prefill's setting decides"
 )
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-DTYPE_HELP = "type of weights and KV; auto is bfloat16 where the processor multiplies it, float32 elsewhere"
 DP_HELP = "data-parallel ranks of one instance: each is a process with an engine, a pool and ports of its own"
 
 #: Of these each DP rank has one of its own.
 _PORTS = ("port", "advertise_port", "data_port", "advertise_data_port", "http_port")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The model and how it is held in memory."""
-
-    dtype: str = text(DTYPE_HELP, "auto", choices=DTYPES, metavar="TYPE")
-    served_model_name: str | None = text(
-        "name that clients ask for (default: the one given, of a path its last part)", metavar="NAME"
-    )
-    page_tokens: int = integer("tokens in one page of KV", 16, low=1, high=1024)
-    chunk_tokens: int = integer("most prompt tokens in one prefill step", 512, low=1, high=2**20)
-    max_local_prefill_length: int = integer(LOCAL_HELP, 0, low=-1)
-    send_layers: int = integer(
-        "prefill: layers of a step that are sent while it computes the next ones; 0 sends all together",
-        0,
-        high=1024,
-    )
-    kv_gib: float | None = number(
-        "memory for the KV pool of one instance, in GiB (default: a bounded share of what is free)",
-        low=2**-20,  # what the model needs at least is known once it is: see `kv_pool_bytes`
-        high=2**20,
-        metavar="G",
-    )
-    threads_per_worker: int | None = integer(
-        "threads of one worker (default: cores / workers)", low=1, high=4096
-    )
-    revision: str | None = text(REVISION_HELP, metavar="REV")
-    cache: str | None = text(
-        "folder for fetched and converted models and for compiled kernels", metavar="DIR"
-    )
-
-    def __post_init__(self) -> None:
-        if self.chunk_tokens % self.page_tokens:
-            raise ConfigError(
-                f"--chunk-tokens {self.chunk_tokens} must be a multiple of --page-tokens "
-                f"{self.page_tokens}: a chunk is sent in whole pages"
-            )
-
-    def threads(self, host: Host, workers: int) -> int:
-        """Threads of each of `workers` workers that share `host`; at least one."""
-        return self.threads_per_worker or max(1, host.cores // max(1, workers))
+def _client_host() -> Any:
+    return text("address that clients connect to", "127.0.0.1", metavar="H")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitsConfig:
-    """Bounds and deadlines; `kv.limits` is the form in which the process uses them."""
-
-    request_budget_s: float = number("time a request may take in all", 600.0, low=0.1, metavar="S")
-    drain_s: float = number("time that requests in flight get at shutdown", 30.0, low=0.1, metavar="S")
-    max_queue: int = integer("requests that may wait in one instance", 1024, low=1)
-    max_batch: int = integer("sequences in one decode step", 64, low=1, high=65536)
-    max_body_bytes: int = integer("largest HTTP body", 8 * 2**20, low=1024)
-    keepalive_s: float = number("silence after which a peer is asked for a sign", 2.0, low=0.05, metavar="S")
-    peer_silence_s: float = number("silence after which a peer counts as lost", 10.0, low=0.1, metavar="S")
-
-    def __post_init__(self) -> None:
-        if self.keepalive_s * 2 > self.peer_silence_s:
-            raise ConfigError(
-                f"--peer-silence-s {self.peer_silence_s:g} must be at least twice --keepalive-s "
-                f"{self.keepalive_s:g}, or a healthy peer is lost with its first late sign"
-            )
-
-    def limits(self) -> Limits:
-        """These bounds with those that are not settings."""
-        return Limits(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswersConfig:
-    """How the frontend serves a request."""
-
-    max_attempts: int = integer(
-        "times that one request is placed in all when workers fail; 1 never tries again",
-        MAX_ATTEMPTS,
-        low=1,
-        high=64,
-    )
-    sampling_defaults: str = text(
-        "sampling settings that a client does not name are those of the model's generation_config.json, "
-        "or OpenAI's",
-        "model",
-        choices=("model", "openai"),
-        metavar="WHOSE",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsConfig:
-    """Mutual TLS between the parts of a deployment: sessions, the registry and the tcp transport.
-    All three files or none; every part of a deployment has them or none has."""
-
-    tls_cert: str | None = text(
-        "certificate that this process shows its peers (PEM, with its chain)", metavar="F"
-    )
-    tls_key: str | None = text("private key of --tls-cert (PEM, not encrypted)", metavar="F")
-    tls_ca: str | None = text("authority that every peer's certificate must come from (PEM)", metavar="F")
-
-    def __post_init__(self) -> None:
-        given = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key, "--tls-ca": self.tls_ca}
-        missing = [flag for flag, value in given.items() if value is None]
-        if missing and len(missing) < len(given):
-            raise ConfigError(
-                f"TLS needs --tls-cert, --tls-key and --tls-ca together; {' and '.join(missing)} missing"
-            )
-
-    @property
-    def enabled(self) -> bool:
-        """TLS is asked for."""
-        return self.tls_cert is not None
-
-    @property
-    def scheme(self) -> str:
-        """Of the registry's address."""
-        return "https" if self.enabled else "http"
+def _client_port() -> Any:
+    return integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,14 +65,13 @@ class ServeConfig:
     """`segue serve`: a whole deployment on one host."""
 
     model: str = text(MODEL_HELP, DEFAULT_MODEL, metavar="PATH|NAME")
-    host: str = text("address that clients connect to", "127.0.0.1", metavar="H")
-    port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
+    host: str = _client_host()
+    port: int = _client_port()
     prefill: int = integer("prefill instances", 1, low=1, high=64)
     decode: int = integer("decode instances", 1, low=1, high=64)
     unified: bool = switch("one instance that does both, without a hand-off")
     transport: str = text(TRANSPORT_HELP, "auto", metavar="NAMES")
     kv_checksum: str = text(CHECKSUM_HELP, "full", choices=CHECKSUM_MODES, metavar="MODE")
-    policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
     instance_doors: bool = switch(
         "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
     )
@@ -249,7 +145,7 @@ class ServeConfig:
         dp, ranks = self.ranks.dp(role), self.ranks.size(role)
         return InstanceConfig(
             dp=dp,
-            load_balance=self.policy,
+            load_balance=self.answers.policy,
             model=self.model,
             name=name,
             role=role,
@@ -282,7 +178,6 @@ class ServeConfig:
             port=self.port,
             model=self.model,
             served_model_name=served_name(self.model, self.engine.served_model_name),
-            policy=self.policy,
             answers=self.answers,
             access=self.access,
             tls=self.tls,
@@ -463,8 +358,8 @@ class FrontendConfig:
     """`segue frontend`: the HTTP door of a deployment. `secret` as in `InstanceConfig`."""
 
     registry: str = required(REGISTRY_HELP, metavar="URL")
-    host: str = text("address that clients connect to", "127.0.0.1", metavar="H")
-    port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
+    host: str = _client_host()
+    port: int = _client_port()
     model: str | None = text(
         "where the tokenizer is (default: where the instances have the model)", metavar="PATH|NAME"
     )
@@ -473,7 +368,6 @@ class FrontendConfig:
         "name that clients ask for (default: what the registry names)", metavar="NAME"
     )
     name: str | None = text("name in logs and metrics (default: frontend)", metavar="NAME")
-    policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
     cache: str | None = text("folder for fetched and converted models", metavar="DIR")
     answers: AnswersConfig = field(default_factory=AnswersConfig)
@@ -495,10 +389,42 @@ class FrontendConfig:
         """What follows from the settings; logged once at start."""
         return {
             "registry": self.registry,
-            "policy": self.policy,
+            "policy": self.answers.policy,
             "authenticated": bool(self.secret),
             "encrypted": self.tls.enabled,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorConfig:
+    """`segue ps`, `drain`, `resume`: how the instances of a registry are asked. `secret` as in
+    `InstanceConfig`."""
+
+    registry: str = required(REGISTRY_HELP, metavar="URL")
+    secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    secret: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        check_url(self.registry, encrypted=self.tls.enabled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorConfig:
+    """`segue doctor`. With `registry` it looks at the instances that are there, too. `secret` as in
+    `InstanceConfig`."""
+
+    registry: str | None = text(
+        "look at the instances of this registry as well, which is named as with `segue ps`", metavar="URL"
+    )
+    secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
+    cache: str | None = text("folder for fetched and converted models", metavar="DIR")
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    secret: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.registry is not None:
+            check_url(self.registry, encrypted=self.tls.enabled)
 
 
 #: Configuration class of each command that has one.

@@ -1,0 +1,177 @@
+"""Branches that the settings of several commands share: the model, bounds, answers, keys, TLS and logs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Final
+
+from segue.engine.pool_size import Host
+from segue.kv import MAX_ATTEMPTS, ConfigError, Limits
+from segue.server.settings.layers import integer, number, secret, text
+from segue.server.settings.ranks_config import BALANCE_METHODS, LOCAL_HELP
+
+REVISION_HELP = "branch, tag or commit of a model of the Hub (default: main)"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPE_HELP = "type of weights and KV; auto is bfloat16 where the processor multiplies it, float32 elsewhere"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+#: Whose `priority` and `user` count where prompts wait: of clients that have shown an API key, all, or none.
+CLIENT_ORDERS: Final = ("keys", "all", "none")
+_DEFAULTS: Final = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The model and how it is held in memory."""
+
+    dtype: str = text(DTYPE_HELP, "auto", choices=DTYPES, metavar="TYPE")
+    served_model_name: str | None = text(
+        "name that clients ask for (default: the one given, of a path its last part)", metavar="NAME"
+    )
+    page_tokens: int = integer("tokens in one page of KV", 16, low=1, high=1024)
+    chunk_tokens: int = integer("most prompt tokens in one prefill step", 512, low=1, high=2**20)
+    max_local_prefill_length: int = integer(LOCAL_HELP, 0, low=-1)
+    send_layers: int = integer(
+        "prefill: layers of a step that are sent while it computes the next ones; 0 sends all together",
+        0,
+        high=1024,
+    )
+    kv_gib: float | None = number(
+        "memory for the KV pool of one instance, in GiB (default: a bounded share of what is free)",
+        low=2**-20,  # what the model needs at least is known once it is: see `kv_pool_bytes`
+        high=2**20,
+        metavar="G",
+    )
+    threads_per_worker: int | None = integer(
+        "threads of one worker (default: cores / workers)", low=1, high=4096
+    )
+    revision: str | None = text(REVISION_HELP, metavar="REV")
+    cache: str | None = text(
+        "folder for fetched and converted models and for compiled kernels", metavar="DIR"
+    )
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens % self.page_tokens:
+            raise ConfigError(
+                f"--chunk-tokens {self.chunk_tokens} must be a multiple of --page-tokens "
+                f"{self.page_tokens}: a chunk is sent in whole pages"
+            )
+
+    def threads(self, host: Host, workers: int) -> int:
+        """Threads of each of `workers` workers that share `host`; at least one."""
+        return self.threads_per_worker or max(1, host.cores // max(1, workers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """Bounds and deadlines; `kv.limits` is the form in which the process uses them."""
+
+    request_budget_s: float = number(
+        "time a request may take in all", _DEFAULTS.request_budget_s, low=0.1, metavar="S"
+    )
+    drain_s: float = number(
+        "time that requests in flight get at shutdown", _DEFAULTS.drain_s, low=0.1, metavar="S"
+    )
+    max_queue: int = integer("requests that may wait in one instance", _DEFAULTS.max_queue, low=1)
+    max_batch: int = integer("sequences in one decode step", _DEFAULTS.max_batch, low=1, high=65536)
+    max_body_bytes: int = integer("largest HTTP body", _DEFAULTS.max_body_bytes, low=1024)
+    keepalive_s: float = number(
+        "silence after which a peer is asked for a sign", _DEFAULTS.keepalive_s, low=0.05, metavar="S"
+    )
+    peer_silence_s: float = number(
+        "silence after which a peer counts as lost", _DEFAULTS.peer_silence_s, low=0.1, metavar="S"
+    )
+
+    def __post_init__(self) -> None:
+        if self.keepalive_s * 2 > self.peer_silence_s:
+            raise ConfigError(
+                f"--peer-silence-s {self.peer_silence_s:g} must be at least twice --keepalive-s "
+                f"{self.keepalive_s:g}, or a healthy peer is lost with its first late sign"
+            )
+
+    def limits(self) -> Limits:
+        """These bounds with those that are not settings."""
+        return Limits(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswersConfig:
+    """How the frontend places and answers a request."""
+
+    policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
+    max_attempts: int = integer(
+        "times that one request is placed in all when workers fail; 1 never tries again",
+        MAX_ATTEMPTS,
+        low=1,
+        high=64,
+    )
+    sampling_defaults: str = text(
+        "sampling settings that a client does not name are those of the model's generation_config.json, "
+        "or OpenAI's",
+        "model",
+        choices=("model", "openai"),
+        metavar="WHOSE",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """Mutual TLS between the parts of a deployment: sessions, the registry and the tcp transport.
+    All three files or none; every part of a deployment has them or none has."""
+
+    tls_cert: str | None = text(
+        "certificate that this process shows its peers (PEM, with its chain)", metavar="F"
+    )
+    tls_key: str | None = text("private key of --tls-cert (PEM, not encrypted)", metavar="F")
+    tls_ca: str | None = text("authority that every peer's certificate must come from (PEM)", metavar="F")
+
+    def __post_init__(self) -> None:
+        given = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key, "--tls-ca": self.tls_ca}
+        missing = [flag for flag, value in given.items() if value is None]
+        if missing and len(missing) < len(given):
+            raise ConfigError(
+                f"TLS needs --tls-cert, --tls-key and --tls-ca together; {' and '.join(missing)} missing"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """TLS is asked for."""
+        return self.tls_cert is not None
+
+    @property
+    def scheme(self) -> str:
+        """Of the registry's address."""
+        return "https" if self.enabled else "http"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """Who may ask the frontend, or an instance's HTTP door. Without a key: everybody who can reach it."""
+
+    api_key: str | None = secret(
+        "key that clients must show; other users of this host see a command line, so rather give the "
+        "variable or --api-key-file",
+        metavar="K",
+    )
+    api_key_file: str | None = text(
+        "file with keys, one a line (# begins a comment), one of which clients must show", metavar="F"
+    )
+    client_order: str = text(
+        "whose `priority` and `user` count where prompts wait: of clients with an API key, all, or none",
+        "keys",
+        choices=CLIENT_ORDERS,
+        metavar="WHOSE",
+    )
+    prefix_cache_sharing: str = text(
+        "which requests use each other's cached prefixes: tenant (those with one API key, where there are "
+        "several keys) or all (then cached_tokens and the time to the first token tell what others asked)",
+        "tenant",
+        choices=("tenant", "all"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What is written to standard error."""
+
+    log_level: str = text("least severe events to log", "info", choices=LOG_LEVELS, metavar="L")
