@@ -1,4 +1,5 @@
-"""The wheel: what is in it, what it needs, and that the library and the server run from it."""
+"""The source distribution and the wheel built from it: their content and metadata, and that the library and
+the server run from the wheel in environments of their own."""
 
 from __future__ import annotations
 
@@ -7,13 +8,18 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from email.message import Message
 from email.parser import Parser
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from segue.cli.main import parser
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -30,25 +36,28 @@ def pip(*words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built by setuptools from a copy of all tracked files."""
+    folder = tmp_path_factory.mktemp("sdist")
     source = folder / "source"
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in files.stdout.rstrip("\0").split("\0"):
-        if name.startswith(("src/", "docs/package.md", "pyproject.toml", "LICENSE")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(source))
-    [made] = folder.glob("segue-*.whl")
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    [made] = folder.glob("segue-*.tar.gz")
     return made
 
 
-def installed(wheel: Path, folder: Path) -> Path:
-    """The Python of a new environment with the wheel and nothing else."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    pip("--python", str(python), "install", "--no-deps", str(wheel))
-    return python
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(sdist))
+    [made] = folder.glob("segue-*.whl")
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +87,18 @@ def metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         return Parser().parsestr(archive.read(name).decode())
+
+
+def test_the_source_distribution_has_the_pages_and_the_examples_and_no_tests(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        members = [member for member in archive if member.isfile()]
+        contents = [reader.read() for member in members if (reader := archive.extractfile(member))]
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    wanted = {name for name in tracked.stdout.split() if name.startswith(("src/", "docs/", "examples/"))}
+    assert wanted | {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= names
+    assert not [name for name in names if name.startswith(("tests", "bench", "tools", "."))]
+    assert not [content for content in contents if b"PRIVATE KEY" + b"-----" in content]
 
 
 def test_it_holds_code_alone_and_no_key(wheel: Path) -> None:
@@ -119,18 +140,31 @@ def test_examples_run_with_the_library_alone(library: Path, example: str, last: 
     assert (done.returncode, done.stdout.splitlines()[-1:], done.stderr) == (0, [last], "")
 
 
-@pytest.mark.parametrize(
-    ("words", "extras"),
-    [
-        (("serve",), "serve,engine"),
-        (("decode", "--model", "m"), "serve,engine"),
-        (("frontend", "--registry", "http://127.0.0.1:1"), "serve,engine"),
-        (("ps", "--registry", "http://127.0.0.1:1"), "serve"),
-        (("doctor",), "serve"),
-        (("sim",), "serve"),
-        (("bench", "http://127.0.0.1:1"), "serve"),
-    ],
-)
+REGISTRY = ("--registry", "http://127.0.0.1:1")
+#: Each command with arguments that it takes, and the extras that it needs.
+COMMANDS = [
+    (("serve",), "serve,engine"),
+    (("prefill", "--model", "m"), "serve,engine"),
+    (("decode", "--model", "m"), "serve,engine"),
+    (("unified", "--model", "m"), "serve,engine"),
+    (("frontend", *REGISTRY), "serve,engine"),
+    (("ps", *REGISTRY), "serve"),
+    (("drain", *REGISTRY, "3fa94c01"), "serve"),
+    (("resume", *REGISTRY, "3fa94c01"), "serve"),
+    (("switch", *REGISTRY, "3fa94c01", "decode"), "serve"),
+    (("explain", *REGISTRY, "req-1"), "serve"),
+    (("bench", "http://127.0.0.1:1"), "serve"),
+    (("sim",), "serve"),
+    (("advise", "m"), "serve"),
+    (("doctor",), "serve"),
+]
+
+
+def test_all_commands_are_tried() -> None:
+    assert {words[0] for words, _ in COMMANDS} == {*parser()[1]} - {"version"}
+
+
+@pytest.mark.parametrize(("words", "extras"), COMMANDS, ids=[words[0] for words, _ in COMMANDS])
 def test_a_command_without_its_extra_says_which(library: Path, words: tuple[str, ...], extras: str) -> None:
     done = run(library, "-m", "segue.cli.main", *words)
     assert (done.returncode, done.stdout) == (2, "")
@@ -147,10 +181,29 @@ def test_help_and_version_need_nothing(library: Path) -> None:
 
 @pytest.fixture
 def everything(wheel: Path, tmp_path: Path) -> Path:
-    """The Python of an environment with the wheel; the packages of `segue[all]` are those of this one."""
-    python = installed(wheel, tmp_path / "all")
+    """The Python of an environment with the wheel and exactly the packages of `segue[all]`, as links to those
+    of this environment: a download of them takes longer than CI has."""
+    venv.create(tmp_path / "all", with_pip=False, symlinks=True)
+    python = tmp_path / "all" / "bin" / "python"
+    pip("--python", str(python), "install", "--no-deps", str(wheel))
     [packages] = (tmp_path / "all" / "lib").glob("python*/site-packages")
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    wanted, seen = [Requirement("segue[all]")], set[str]()
+    while wanted:
+        requirement = wanted.pop()
+        if (key := f"{requirement.name} {sorted(requirement.extras)}") in seen:
+            continue
+        seen.add(key)
+        found = distribution(requirement.name)
+        lines = metadata(wheel).get_all("Requires-Dist") if requirement.name == "segue" else found.requires
+        for line in lines or []:
+            needed = Requirement(line)
+            extras = requirement.extras or {""}
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                wanted.append(needed)
+        if requirement.name != "segue":
+            for top in {Path(file).parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+                if not (packages / top).exists():
+                    (packages / top).symlink_to(Path(sysconfig.get_path("purelib")) / top)
     return python
 
 
