@@ -30,7 +30,11 @@ def test_a_deployment_without_dtype_takes_float32_where_bfloat16_is_not_multipli
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ceiling", "dtype"), [("avx2", "bfloat16"), ("sse", "bfloat16"), ("avx2", "float16")]
+    ("ceiling", "dtype"),
+    [
+        *((below, half) for below in ("avx2", "sse") for half in ("bfloat16", "float16")),
+        ("avx512", "bfloat16"),
+    ],
 )
 def test_a_type_that_is_named_is_served_with_one_warning(ceiling: str, dtype: str, tiny: Path) -> None:
     asked = [[token % 256 for token in prompt] for prompt in SHORT]

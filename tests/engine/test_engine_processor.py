@@ -1,10 +1,12 @@
 """The type that `--dtype auto` stands for, by the flags of a processor."""
 
+import platform
 import subprocess
 import sys
 
 import pytest
 
+from segue.engine.cpu.cpu_fused import packs_bfloat16
 from segue.engine.cpu.processor import processor_of, this_processor
 
 AMX = "flags\t: fpu avx2 avx512f avx512bw avx512_bf16 avx512_fp16 amx_bf16 amx_tile\n"
@@ -54,3 +56,9 @@ def test_this_processor_is_described_without_torch() -> None:
     program += "print(it().best, 'torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [this_processor().best, "False"]
+
+
+def test_on_another_architecture_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN could be asked there and says yes; what packing costs or gains is not measured."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert not packs_bfloat16()
