@@ -9,7 +9,8 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from session_peers import (
     DEADLINE_S,
     LOOPS,
     PATIENT,
+    SECRET,
     Events,
     Message,
     Note,
@@ -60,6 +62,7 @@ from segue.kv.session.frames import (
     lead_check,
     pack_frame,
 )
+from segue.kv.session.session_handshake import prove, session_key
 
 #: Whoever goes makes room for others, and is not late.
 UNHURRIED = msgspec.structs.replace(PATIENT, handshake_s=3600.0)
@@ -206,6 +209,83 @@ def test_lesson_17_a_stranger_with_wrong_bytes_costs_its_own_connection_only(ope
             session.send(Note(1))
             assert await here.wait("received") == [Note(1)]
             assert not here.of("closed")
+            await stranger.close()
+
+    asyncio.run(main())
+
+
+async def _prove(stranger: RawPeer, mine: SessionHello, *, as_listener: bool = False) -> bytes:
+    """The proof that answers the listener's hello: ours, or with `as_listener` the one that it must give."""
+    stranger.send(mine)
+    theirs = await stranger.frame()
+    assert isinstance(theirs, SessionHello)
+    key = session_key(SECRET)
+    return encode_frame(Proof(prove(key, SESSION_VERSION, mine, theirs, not as_listener)))
+
+
+async def _claims(stranger: RawPeer, **claims: Any) -> None:
+    stranger.send(hello("b", **claims))
+
+
+async def _says_hello_twice(stranger: RawPeer) -> None:
+    stranger.send(hello("b"), hello("b"))
+
+
+async def _guesses(stranger: RawPeer) -> None:
+    stranger.send(hello("b"), Proof(b"x" * 32))
+
+
+async def _sends_our_nonce_back(stranger: RawPeer) -> None:
+    theirs = await stranger.frame()
+    assert isinstance(theirs, SessionHello)
+    stranger.send(hello("b", nonce=theirs.nonce))
+
+
+async def _sends_our_proof_back(stranger: RawPeer) -> None:
+    stranger.writer.write(await _prove(stranger, hello("b"), as_listener=True))
+
+
+async def _replays(stranger: RawPeer) -> None:
+    """The proof that was right on an earlier connection with the same hello."""
+    first = await RawPeer.dial(*stranger.writer.get_extra_info("peername"))
+    await first.preamble()
+    recorded = await _prove(first, hello("b"))
+    await first.close()
+    await _prove(stranger, hello("b"))
+    stranger.writer.write(recorded)
+
+
+@pytest.mark.parametrize(
+    ("attack", "code"),
+    [
+        (_says_hello_twice, ErrorCode.PEER_REFUSED),
+        (partial(_claims, incarnation=leader("a").incarnation), ErrorCode.PEER_REFUSED),
+        (partial(_claims, keepalive_s=1e6), ErrorCode.PEER_REFUSED),
+        (partial(_claims, keyed=False), ErrorCode.UNAUTHORIZED),
+        (_guesses, ErrorCode.UNAUTHORIZED),
+        (_sends_our_nonce_back, ErrorCode.UNAUTHORIZED),
+        (_sends_our_proof_back, ErrorCode.UNAUTHORIZED),
+        (_replays, ErrorCode.UNAUTHORIZED),
+    ],
+    ids=["twice", "our name", "rare pings", "no key", "guess", "nonce back", "proof back", "replay"],
+)
+def test_a_stranger_without_a_proof_of_its_own_is_told_why_and_let_in_nowhere(
+    attack: Callable[[RawPeer], Awaitable[None]], code: ErrorCode
+) -> None:
+    async def main() -> None:
+        here = Events()
+        listener = node("a", here)
+        async with closing(listener):
+            stranger = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
+            await stranger.preamble()
+            await attack(stranger)
+            last = None
+            while not isinstance(last, SessionRefused):
+                last = await stranger.frame()
+            assert last.error.code is code
+            await stranger.ended()
+            assert not listener.sessions
+            assert not here.peers + here.log
             await stranger.close()
 
     asyncio.run(main())

@@ -146,29 +146,15 @@ def test_a_flip_beside_the_prompt_strikes_no_token_of_another_rank(tokens: int, 
     assert (transfer not in flips.spoiled) is beside
 
 
-@pytest.mark.parametrize(
-    ("kind", "which"),
-    [
-        ("noise", (3, 2)),
-        *(
-            pytest.param(kind, which, marks=pytest.mark.slow)
-            for kind, which in (("flip", (3, 2)), ("cut", (3, 2)), ("loss", (0, 0)), ("impostor", (2, 2)))
-        ),
-    ],
-)
-def test_a_room_of_which_the_registry_is_not_told_in_time_fails_for_a_cause_that_is_known(
-    kind: str, which: tuple[int, int]
-) -> None:
-    """Nobody has just started. Queries (3) and answers (2) are struck in turn."""
+def test_a_room_of_which_the_registry_is_not_told_in_time_fails_for_a_cause_that_is_known() -> None:
+    """Nobody has just started, and the registry is lost before each request."""
     scenario, at = of_two_leaders(REDIRECT_ON_CONFLICT, force_query=True), 40.0
-    prefill = next(node.name for node in scenario.nodes if node.role is Role.PREFILL)
-    scenario.requests = scenario.requests[: REQUESTS if kind == "flip" else 6]
+    scenario.requests = scenario.requests[:6]
     faults = []
     for index, wanted in enumerate(scenario.requests):
         wanted.at, wanted.leg_budget_s = at + 0.01 + 0.2 * index, (None, 0.06)
-        amount = which[index % 2]
-        faults.append(Fault(f"f{index}", f"registry {kind}", wanted.at - 0.01, prefill, "", 2.0, amount))
+        faults.append(Fault(f"f{index}", "registry loss", wanted.at - 0.01, "registry", "", 2.0))
     outcome = run_scenario(replace(scenario, features=frozenset({"registry"}), faults=faults))
     assert not outcome.failed, outcome.text
     assert outcome.counts["retries"] > 0
-    assert ("mismatches" in outcome.counts) is (kind in ("flip", "noise"))
+    assert "mismatches" not in outcome.counts

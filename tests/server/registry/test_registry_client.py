@@ -1374,7 +1374,7 @@ class Mortal(StoreBackend):
         self.queries, self.dies_at, self.over = 0, set(dies_at), asyncio.Event()
 
     def _die(self) -> None:
-        last = self._waiter
+        last = self.waiter
         super().__init__(RegistryStore(VirtualClock(), ttl_s=60.0), SystemClock())
         last.close()  # who waits hears that it has ended
         if not self.dies_at:

@@ -236,15 +236,11 @@ class Causes:
         if route.chained or any(self._touches(cause, code, route) for cause in self._found):
             return ""
         match code:
-            case ErrorCode.PEER_REFUSED | ErrorCode.UNAUTHORIZED if self._deployment.registry.spoiled:
-                return ""  # somebody else answered in the registry's place
             case ErrorCode.METADATA_MISMATCH if room in checks.spoiled:
                 return ""
             case _ if room in checks.misheard and code in _MISHEARD:
                 return ""
             case ErrorCode.CHECKSUM_MISMATCH if any(t.room == room for t in checks.flips.spoiled):
-                return ""
-            case ErrorCode.CHECKSUM_MISMATCH if self.registry_changed(room):
                 return ""
             case _ if code in _UNASKED and room in self.open_rooms and self._unlisted(now):
                 return ""
@@ -274,26 +270,12 @@ class Causes:
             and cause.until >= self._world.now - 1e-9
         )
 
-    def _nodes(self, route: AttemptCause) -> list[Process]:
-        found = self._deployment.by_leader
-        return [found[me] for me in sorted(route.who)]
-
     def _specs(self, route: AttemptCause) -> list[NodeSpec]:
         processes = (self._deployment.by_leader[me] for me in route.who)
         return [spec for spec in (getattr(p, "spec", None) for p in processes) if spec is not None]
 
     def _mismatched(self, route: AttemptCause) -> bool:
         return len({(spec.model, spec.layers) for spec in self._specs(route)}) > 1
-
-    def registry_changed(self, room: int) -> bool:
-        """Whether what one of those who serve `room` and the registry have said to one another since it was
-        placed was changed on its way. Only an open room is told or asked there."""
-        route, registry = self._routes.get(room), self._deployment.registry
-        return (
-            route is not None
-            and room in self.open_rooms
-            and any(registry.changed_since(process, route.placed_at) for process in self._nodes(route))
-        )
 
     def _unlisted(self, now: float) -> bool:
         """Whether the registry may have forgotten somebody who lives, or could not be asked."""

@@ -19,7 +19,6 @@ from segue.lab.sim.fault_actions import Strikes
 from segue.lab.sim.front import FrontNode
 from segue.lab.sim.invariants import Checks
 from segue.lab.sim.network import Network
-from segue.lab.sim.outsider import Outsider
 from segue.lab.sim.scenario import Scenario
 from segue.lab.sim.sim_addresses import Addresses
 from segue.lab.sim.sim_leader import EOS
@@ -27,7 +26,6 @@ from segue.lab.sim.sim_node import KVNode, LeaderNode, NodeSpec
 from segue.lab.sim.sim_registry import RegistryNode, SimRegistry
 from segue.lab.sim.streams import Streams
 from segue.lab.sim.timing import Timing
-from segue.lab.sim.web_server import WebServer
 from segue.lab.sim.world import Process, World, new_leader
 from segue.server.observe.metrics import Metrics
 
@@ -72,9 +70,7 @@ class Deployment:
         self.fronts: dict[str, FrontNode] = {}
         self._lives: Counter[str] = Counter()
         self.registry = SimRegistry(self)
-        self.visitors: list[Outsider] = []
         self.strikes = Strikes(self)
-        self.web: WebServer | None = None
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -86,8 +82,6 @@ class Deployment:
             self._start_instance(instance)
         for index in range(scenario.fronts):
             self._start_front(index)
-        if "web clients" in scenario.features:
-            self.start_web_server()
         for wanted in scenario.requests:
             world.at(wanted.at, None, self._ask, wanted)
         for fault in scenario.faults:
@@ -128,20 +122,14 @@ class Deployment:
 
     def close(self) -> None:
         """The run is over: end what still waits in the loops of its processes."""
-        for process in (
-            *self.nodes.values(),
-            *self.fronts.values(),
-            *self.visitors,
-            self.registry.node,
-            self.web,
-        ):
+        for process in (*self.nodes.values(), *self.fronts.values(), self.registry.node):
             if process is not None:
                 self._end(process)
         # Of ranks whose leader has ended, who would have ended in time.
         for thread in list(self.world.threads):
             thread.kill()
 
-    def _end(self, process: LeaderNode | FrontNode | Outsider | RegistryNode | WebServer) -> None:
+    def _end(self, process: LeaderNode | FrontNode | RegistryNode) -> None:
         process.kill()
         process.loop.die()
 
@@ -191,13 +179,6 @@ class Deployment:
             peer_silence_s=self.timing.silence_s,
             drain_s=5.0,
         )
-
-    def start_web_server(self) -> None:
-        """A public HTTP server, in place of one that has stopped."""
-        if self.web is not None:
-            self._end(self.web)
-        self.web = WebServer(self, self._lives["web"])
-        self._lives["web"] += 1
 
     def leaders(self) -> Iterator[LeaderNode]:
         """Every live leader of an instance."""

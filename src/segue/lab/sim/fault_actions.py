@@ -14,13 +14,10 @@ from segue.lab.sim.datapath import DataPath, SimShm, TcpPath
 from segue.lab.sim.front import FrontNode
 from segue.lab.sim.loop import SimLoop
 from segue.lab.sim.network import Network
-from segue.lab.sim.outsider import Outsider
 from segue.lab.sim.scenario import Fault
 from segue.lab.sim.sim_node import KVNode, LeaderNode
 from segue.lab.sim.timing import Timing
-from segue.lab.sim.visits import GUEST_KINDS, MISFIT_KINDS, NODE_KINDS, VISITOR_KINDS, make_visitor
 from segue.lab.sim.vocabulary import DATA, ENGINE_CALLS, RANK_CALLS, RANKS, ROLE_CALLS, SPOILED_METADATA
-from segue.lab.sim.web_clients import WEB_KINDS, WebClient
 from segue.lab.sim.world import Process, SkewedClock, Violation, World
 
 if TYPE_CHECKING:
@@ -58,11 +55,6 @@ class Strikes:
         match kind:
             case _ if kind.startswith("registry "):
                 self.deployment.registry.strike(fault, process)
-            case "web client":
-                client = WEB_KINDS[fault.amount % len(WEB_KINDS)]
-                self._enters(WebClient(self.deployment, f"visitor {fault.name}", client))
-            case "web stop" if self.deployment.web is not None:
-                self.deployment.web.close()
             case _ if process is None or not process.alive:
                 pass
             case "crash" | "front crash":
@@ -93,14 +85,6 @@ class Strikes:
                 self._node_fault(fault, process)
             case _:
                 pass
-
-    def visit(self, node: LeaderNode, name: str, kind: str) -> None:
-        """Somebody comes to an instance, or to the registry, who does not belong here or does not behave."""
-        self._enters(make_visitor(self.deployment, node, f"visitor {name}", kind))
-
-    def _enters(self, visitor: Outsider) -> None:
-        self.deployment.visitors.append(visitor)
-        visitor.start()
 
     def _crash(self, process: LeaderNode | FrontNode, down_s: float, *, silently: bool = False) -> None:
         """One process ends; all leaders of its instance where the machine is gone `silently`."""
@@ -247,8 +231,6 @@ class Strikes:
             case "wrong message":
                 if isinstance(node, KVNode):
                     node.hearing.arm(fault.amount)
-            case "misfit":
-                self.visit(node, fault.name, MISFIT_KINDS[fault.amount % len(MISFIT_KINDS)])
             case "effect exception":
                 if isinstance(node, KVNode) and node.workers:
                     node.workers[fault.amount % len(node.workers)].fail_next(self._rng.choice(RANK_CALLS))
@@ -264,12 +246,6 @@ class Strikes:
                 self._drain(fault, node)
             case "switch":
                 node.switch(resumes=fault.amount % 2 > 0, late_s=fault.seconds)
-            case "visitor":
-                self.visit(node, fault.name, VISITOR_KINDS[fault.amount % len(VISITOR_KINDS)])
-            case "node visit":
-                self.visit(node, fault.name, NODE_KINDS[fault.amount % len(NODE_KINDS)])
-            case "guest":
-                self.visit(node, fault.name, GUEST_KINDS[fault.amount % len(GUEST_KINDS)])
             case "no descriptors":
                 for listener in self.network.listeners(node):
                     listener.starved_until = self.world.now + fault.seconds
@@ -372,9 +348,7 @@ class Strikes:
 
     def _all_meet_anew(self, node: KVNode) -> None:
         for peer in list(node.peers):
-            other = self.deployment.by_leader[peer]
-            if isinstance(other, KVNode):  # a visitor's session is for its visit to end
-                self.deployment.break_session(node, other)
+            self.deployment.break_session(node, self.deployment.by_leader[peer])
         self.world.after(0.2, None, self._cut_unused, node)
 
     def _cut_unused(self, node: KVNode) -> None:

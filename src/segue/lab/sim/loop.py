@@ -11,7 +11,6 @@ import asyncio
 import contextvars
 import inspect
 import socket
-from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
@@ -59,7 +58,6 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.host = host
         self._clock = clock
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._secured: list[SSLProtocol] = []
         #: what other threads post is late by up to so much, and keeps its order
         self._hop_s = hop_s
         self._posted_at = 0.0
@@ -171,9 +169,6 @@ class SimLoop(asyncio.AbstractEventLoop):
                         if inspect.iscoroutine(inner):
                             self.enter(inner.close)
                 self.enter(coroutine.close)
-        for hidden in self._secured:  # its transport knows of no end but this one
-            self.enter(hidden.connection_lost, None)
-        self._secured.clear()
 
     def run_in_executor(
         self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -194,43 +189,14 @@ class SimLoop(asyncio.AbstractEventLoop):
         if not 0 <= port < 1 << 16:
             raise OverflowError("getsockaddrarg: port must be 0-65535.")
         made: asyncio.Future[Any] = self.create_future()
-        if (context := options.get("ssl")) is not None:
-            protocol, secured = protocol_factory(), self.create_future()
-            hidden = self._tls(protocol, context, secured, False, options)
-            self.network.dial(self, host, port, lambda: hidden, made)
-            await made
-            await secured
-            return hidden._app_transport, protocol
         self.network.dial(self, host, port, protocol_factory, made)
         transport, protocol = await made
         return transport, protocol
-
-    def _tls(
-        self, protocol: Any, context: Any, secured: Any, server_side: bool, options: dict[str, Any]
-    ) -> Any:
-        """asyncio's TLS, in memory: the real OpenSSL over simulated bytes."""
-        hidden = SSLProtocol(
-            self,
-            protocol,
-            context,
-            secured,
-            server_side,
-            options.get("server_hostname"),
-            ssl_handshake_timeout=options["ssl_handshake_timeout"],
-        )
-        self._secured.append(hidden)
-        return hidden
 
     async def connect_accepted_socket(  # type: ignore[override]
         self, protocol_factory: Callable[[], Any], sock: Socket, **options: Any
     ) -> tuple[Any, Any]:
         protocol = protocol_factory()
-        if (context := options.get("ssl")) is not None:
-            secured = self.create_future()
-            hidden = self._tls(protocol, context, secured, True, options)
-            sock.attach(hidden)
-            await secured
-            return hidden._app_transport, protocol
         sock.attach(protocol)
         return sock, protocol
 

@@ -33,10 +33,6 @@ class Network:
         self.ever_blocked = False
         #: how many of the next segments that arrive at a process come with one bit changed
         self.flips: dict[Process, int] = {}
-        #: what happens to the next segments on the way from the first to the second: see `_spoil`
-        self.spoils: dict[tuple[Process, Process], list[str]] = {}
-        #: when something on its way between a process and another one was last changed
-        self.changed_at: dict[Process, dict[Process, float]] = {}
         #: by how much everything from a process is late, in seconds
         self.slow: dict[Process, float] = {}
         #: as what host every dialler is seen, if there is an address translator before all of them
@@ -144,36 +140,13 @@ class Network:
         """What arrives of `data` at `socket`: the same, unless a bit flips."""
         if not data:
             return data
-        if self.spoils and (waiting := self.spoils.get((socket.other.process, socket.process))):
-            return self._spoil(socket, data, waiting.pop())
         if not self.flips.get(socket.process):
             return data
         self.flips[socket.process] -= 1
-        self._changed(socket)
-        return self._flipped(data)
-
-    def _changed(self, socket: Socket) -> None:
-        ends = socket.process, socket.other.process
-        for a, b in (ends, ends[::-1]):
-            self.changed_at.setdefault(a, {})[b] = self.world.now
-
-    def _flipped(self, data: bytes) -> bytes:
         bit = self._rng.randrange(8 * len(data))
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         return bytes(changed)
-
-    def _spoil(self, socket: Socket, data: bytes, how: str) -> bytes:
-        """One bit flips, the connection breaks in the middle, or something else has written."""
-        self._changed(socket)
-        match how:
-            case "flip":
-                return self._flipped(data)
-            case "cut":
-                socket.process.after(0.0, socket.connection.snap)
-                return data[: self._rng.randrange(1, len(data) + 1)]
-            case _:
-                return self._rng.randbytes(len(data))
 
     def blocked(self, source: Process, target: Process) -> bool:
         """Whether nothing gets from `source` to `target` now."""

@@ -67,20 +67,16 @@ class _Watcher(logging.Handler):
 
 @contextmanager
 def watched(world: World) -> Iterator[None]:
-    """Production's log, and that of its HTTP server, read by the simulator instead of being written."""
-    watcher = _Watcher(world)
-    logs = [logging.getLogger(name) for name in ("segue", "uvicorn.error")]
-    before = [(log.level, log.propagate, log.handlers[:]) for log in logs]
-    for log in logs:
-        log.handlers[:] = [watcher]
-        log.propagate = False
-        log.setLevel(logging.ERROR)
+    """Production's log, read by the simulator instead of being written."""
+    log = logging.getLogger("segue")
+    level, propagate, handlers = log.level, log.propagate, log.handlers[:]
+    log.handlers[:], log.propagate = [_Watcher(world)], False
+    log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for log, (level, propagate, handlers) in zip(logs, before, strict=True):
-            log.setLevel(level)
-            log.propagate, log.handlers[:] = propagate, handlers
+        log.setLevel(level)
+        log.propagate, log.handlers[:] = propagate, handlers
 
 
 def run_scenario(

@@ -1,7 +1,6 @@
-"""The registry of a deployment in virtual time: production's server, and its client in every process.
+"""The registry of a deployment in virtual time: production's store, and its client in every process.
 
-A query travels as HTTP over the simulated network. What the registry may be told, what it may forget and
-what its watchers may believe is checked here.
+What the registry may be told, what it may forget and what its watchers may believe is checked here.
 """
 
 from __future__ import annotations
@@ -11,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from segue.kv.errors import DpRankConflict, ErrorCode, SegueError
+from segue.kv.errors import ErrorCode, SegueError
 from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.limits import Limits
-from segue.kv.session.guarded_listener import accepted
 from segue.lab.sim.front import FrontNode
 from segue.lab.sim.loop import SimLoop
-from segue.lab.sim.sim_http import SimGuardedServer, SimHttp
+from segue.lab.sim.registry_wire import RegistryDoor, SimBackend
 from segue.lab.sim.sim_leader import LeaderNode
 from segue.lab.sim.sim_node import KVNode
 from segue.lab.sim.world import Process, SkewedClock, Violation
 from segue.server.instance.registry_link import follow_prefill
-from segue.server.registry.client import RegistryClient
+from segue.server.registry.backends import StoreBackend
+from segue.server.registry.client import BackendRegistry
 from segue.server.registry.registry_records import InstanceRecord, Registered
-from segue.server.registry.registry_server import RegistryServer, assemble
 from segue.server.registry.registry_store import RegistryStore
 from segue.server.registry.waiting import AwakeClock
 
@@ -34,17 +32,7 @@ if TYPE_CHECKING:
     from segue.lab.sim.deployment import Deployment
     from segue.lab.sim.scenario import Fault
 
-#: What something else answers, whatever it is asked.
-ANSWERS = (
-    b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 15\r\n\r\n<h1>proxy</h1>\r\n",
-    b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
-    b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n",
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 400\r\n\r\n{",
-    b"SSH-2.0-OpenSSH_9.2\r\n",
-    b"",
-)
 HOST, PORT = "127.0.3.1", 8998
-URL = f"http://{HOST}:{PORT}"
 #: In the proportion of production's defaults, and short, so that a run sees many of them.
 TTL_S, CONNECT_S = 9.0, 4.5
 #: Within which a watcher knows what is true when nothing stands in the way: somebody's silence is noticed,
@@ -52,22 +40,6 @@ TTL_S, CONNECT_S = 9.0, 4.5
 SETTLED_S = 1.2 * (TTL_S + 2 * CONNECT_S + 3.0)
 #: The same behind a connection of which nobody says that it is gone.
 SILENT_S = 1.2 * (TTL_S + CONNECT_S)
-
-
-class _Impostor(asyncio.Protocol):
-    """Says the same to everybody."""
-
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-        self._transport: Any = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._transport.write(self._answer)
-        if b"close" in self._answer or not self._answer:
-            self._transport.close()
 
 
 class CheckedStore(RegistryStore):
@@ -83,17 +55,8 @@ class CheckedStore(RegistryStore):
         super().__init__(**options)
 
     def register(self, record: InstanceRecord, dp_rank: int) -> Registered:
-        """As production. But whoever knows the secret is believed about somebody whom this registry does not
-        know, and no guest is to harm anybody: what is not true is refused then, as it is otherwise."""
-        self.expire()
+        """As production."""
         process = self.deployment.by_leader.get(LeaderId(record.incarnation, dp_rank))
-        by_guest = record in self.deployment.registry.said_by_guests
-        entry = self._entries.get(record.incarnation)
-        unknown = entry is None or dp_rank not in entry.ranks
-        if by_guest and isinstance(process, LeaderNode) and unknown:
-            honest = process.alive and record == process.record()
-            if not honest:
-                raise DpRankConflict(f"a guest speaks of {process.name}, whom nobody knows here")
         answer = super().register(record, dp_rank)
         world = self.deployment.world
         self._heard_at[record.incarnation, dp_rank] = world.now
@@ -149,20 +112,10 @@ class RegistryNode(Process):
         self.store = CheckedStore(
             deployment, self, clock=self._awake, ttl_s=TTL_S, random_bytes=rng.randbytes
         )
-        self.server: RegistryServer = self.loop.enter(self._serve, deployment)
+        self.backend = StoreBackend(self.store, self._awake)
+        self.door = RegistryDoor(self.loop, deployment.network.listening(self.loop, PORT), self.backend)
         #: it was told to end: nobody is let in any more
         self.closing = False
-
-    def _serve(self, deployment: Deployment) -> RegistryServer:
-        listener: Any = deployment.network.listening(self.loop, PORT)
-        return assemble(
-            listener,
-            self.store,
-            self._awake,
-            secret=deployment.secret,
-            limits=Limits(connect_s=CONNECT_S, registry_ttl_s=TTL_S),
-            server_type=SimGuardedServer,
-        )
 
 
 class Member:
@@ -176,13 +129,11 @@ class Member:
         self.left = False
         self._tasks: list[asyncio.Task[None]] = []
         self._view: dict[LeaderId, InstanceRecord] = {}
-        self.client = RegistryClient(
-            URL,
-            secret=deployment.secret,
-            limits=Limits(connect_s=CONNECT_S, registry_ttl_s=TTL_S),
-            on_error=self._trouble,
-            transport=SimHttp(process.loop),
-            clock=SkewedClock(deployment.world, 0.0, 1.0),
+        self.client = BackendRegistry(
+            SimBackend(process.loop, HOST, PORT, CONNECT_S),
+            Limits(connect_s=CONNECT_S, registry_ttl_s=TTL_S),
+            self._trouble,
+            SkewedClock(deployment.world, 0.0, 1.0),
         )
         if isinstance(process, FrontNode):
             process.begin(self.client)
@@ -274,10 +225,6 @@ class SimRegistry:
         self.members: dict[Process, Member] = {}
         #: when something last stood in the way of the registry and any of its clients
         self.trouble_at = 0.0
-        #: its answers were changed, or somebody else's: anything may have been said in its name
-        self.spoiled = False
-        #: what guests say of instances, true or not
-        self.said_by_guests: list[InstanceRecord] = []
         self._lives = 0
 
     def start(self) -> None:
@@ -310,7 +257,7 @@ class SimRegistry:
         node.closing = True
 
         async def closing() -> None:
-            await node.server.close()
+            await node.door.close()
             if self.node is node:
                 self.world.after(0.0, None, self.stop, down_s)
 
@@ -335,9 +282,6 @@ class SimRegistry:
                 self.close(fault.seconds)
             case _ if node is None:
                 pass
-            case "impostor":
-                self.stop(fault.seconds)
-                self._pretend(fault)
             case "pause":
                 if not node.paused:
                     node.pause()
@@ -359,11 +303,8 @@ class SimRegistry:
                 self._trouble_for(0.0)
                 for connection in network.between(member, node):
                     connection.snap()
-            case how:
-                self.spoiled = True
-                self._trouble_for(0.0)
-                way = (member, node) if fault.amount % 2 else (node, member)
-                network.spoils.setdefault(way, []).append(how)
+            case _:
+                raise Violation("scenario", f"no such fault: {fault}")
 
     def _quick_again(self, node: RegistryNode) -> None:
         self.deployment.network.slow.pop(node, None)
@@ -371,42 +312,13 @@ class SimRegistry:
     def _trouble_for(self, seconds: float) -> None:
         self.trouble_at = max(self.trouble_at, self.world.now + seconds)
 
-    def _pretend(self, fault: Fault) -> None:
-        """While the registry is away, something else answers at its address."""
-        self.spoiled = True
-        answer = ANSWERS[fault.amount % len(ANSWERS)]
-        process = Process(self.world, f"impostor {fault.name}")
-        clock = SkewedClock(self.world, 0.0, 1.0)
-        loop = SimLoop(process, clock, self.deployment.network, HOST)  # type: ignore[abstract]
-        listener: Any = self.deployment.network.listening(loop, PORT)
-
-        async def serve() -> None:
-            while True:
-                sock: Any = (await accepted(loop, listener))[0]
-                await loop.connect_accepted_socket(lambda: _Impostor(answer), sock)
-
-        def end() -> None:
-            process.kill()
-            self.deployment.network.died(process)
-            loop.die()
-
-        loop.enter(loop.create_task, serve())
-        self.world.after(0.9 * fault.seconds, None, end)
-
     # ---- what must be true ------------------------------------------------------------------------
-
-    def changed_since(self, member: Process, since: float) -> bool:
-        """Whether a query of `member` to any life of the registry, or an answer, was changed on its way."""
-        changed = self.deployment.network.changed_at.get(member, {})
-        return any(at >= since for other, at in changed.items() if isinstance(other, RegistryNode))
 
     def ended(self, member: Member, what: str, error: SegueError) -> None:
         """The registry said that an instance is over: it must have had a reason."""
         code, node = error.info.code, member.process
         if code in (ErrorCode.DRAINING, ErrorCode.NOT_FOUND) and member.left:
             return  # NOT_FOUND: the word that it drains came after the one that it leaves
-        if code in (ErrorCode.PEER_REFUSED, ErrorCode.UNAUTHORIZED) and self.spoiled:
-            return  # somebody else answered in its place
         told = f"{what} of {node.name} was told that it is over: {error}"
         self.world.fail(Violation("registry", told))
 
@@ -429,7 +341,7 @@ class SimRegistry:
             if not self._calm(process, now, since) or network.cut_off(process, registry):
                 continue
             self._knows(process, member, now)
-        found = len(registry.server.waiter._waiters)
+        found = len(registry.backend.waiter._waiters)
         if found > waiting:
             raise Violation("registry", f"{found} queries wait for {waiting} watchers")
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from segue.kv.session import connection as session
 from segue.lab.sim.world import Process, Violation
-from segue.server.http.guarded_http import GuardedHttp
 
 if TYPE_CHECKING:
     from segue.lab.sim.loop import SimLoop
@@ -70,11 +69,7 @@ class Socket(asyncio.Transport):
         """From now on `protocol` hears what comes, and what has come before."""
         self.protocol = protocol
         protocol.connection_made(self)
-        if (
-            isinstance(protocol, session.Connection | GuardedHttp)
-            and not self._options.nodelay
-            and not self.over
-        ):
+        if isinstance(protocol, session.Connection) and not self._options.nodelay and not self.over:
             self.process.world.fail(Violation("delay", f"{self.process.name} leaves small packets waiting"))
         if self.over:
             self.loop.call_soon(protocol.connection_lost, self._why)
@@ -136,14 +131,10 @@ class Socket(asyncio.Transport):
         self.write_eof()
         self._finish(None)
 
-    def _force_close(self, error: Exception | None) -> None:
-        """What asyncio's TLS calls when it has failed."""
-        if not self.over:
-            self._finish(error)
-            self.connection.reset(self)
-
     def abort(self) -> None:
-        self._force_close(None)
+        if not self.over:
+            self._finish(None)
+            self.connection.reset(self)
 
     # ---- the network's side ----------------------------------------------------------------------
 

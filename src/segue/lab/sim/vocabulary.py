@@ -52,9 +52,6 @@ AT_THE_DOORS = (
     "registry power loss",
     "registry pause",
     "registry partition",
-    "registry spoiled",
-    "visitors",
-    "guests",
     "no descriptors",
     "clock jump",
     "power loss",
@@ -89,8 +86,6 @@ DATA = (
 #: What was found to be rare by looking at the lines that no seed ran; with a generator of their own again.
 RARE = (
     "wrong messages",
-    "misfits",
-    "more visitors",
     "effect exception",
     "event exception",
     "dial exception",
@@ -98,8 +93,6 @@ RARE = (
 
 #: What sessions and the two ends of a pair had not met; with a generator of their own again.
 UNMET = (
-    "web clients",
-    "node visits",
     "two transports",
     "no memory",
     "fence exception",
@@ -238,10 +231,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "engine refuses": (Draw("engine refuses", 2, "any"),),
     "squeeze": (Draw("squeeze", 2, "any"),),
     "registry loss": (Draw("registry loss", 0, "registry"),),
-    "registry restart": (
-        Draw("registry close", 0, "registry", seconds=_BRIEF_S),
-        Draw("registry impostor", 0, "registry", seconds=_DOWN_S),
-    ),
+    "registry restart": (Draw("registry close", 0, "registry", seconds=_BRIEF_S),),
     "registry power loss": (Draw("registry silent loss", 0, "registry", seconds=_BRIEF_S),),
     "registry pause": (
         Draw("registry pause", 0, "registry", seconds=_SILENT_S),
@@ -251,13 +241,6 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
         Draw("registry partition", 1, "member", seconds=_SILENT_S),
         Draw("registry break", 2, "member"),
     ),
-    "registry spoiled": (
-        Draw("registry flip", 3, "member"),
-        Draw("registry cut", 2, "member"),
-        Draw("registry noise", 1, "member"),
-    ),
-    "visitors": (Draw("visitor", 3, "any"),),
-    "guests": (Draw("guest", 2, "any"),),
     "session backlog": (Draw("front partition", 1, "any", "front", seconds=_SILENT_S),),
     "no descriptors": (Draw("no descriptors", 1, "any", seconds=(0.05, 0.5, 3.0)),),
     "clock jump": (Draw("clock jump", 1, "any", seconds=(0.5, 3.0, 30.0)),),
@@ -293,9 +276,6 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "thread death": (Draw("thread death", 1, "kv", seconds=_DOWN_S),),
     "connect raises": (Draw("connect raises", 2, "prefill"), _CUT),
     "wrong messages": (Draw("wrong message", 12, "kv", triggers=("",)),),
-    "misfits": (Draw("misfit", 6, "kv", triggers=("",)),),
-    "more visitors": (Draw("visitor", 8, "any"),),
-    "web clients": (Draw("web client", 16, ""), Draw("web stop", 1, "")),
     "fence exception": (Draw("fence exception", 4, "kv", triggers=("", "PostWrite", "<Abort")),),
     "rank lost": (Draw("rank lost", 1, "kv", seconds=_DOWN_S),),
     "rank diverges": (Draw("rank diverges", 1, "kv"),),
@@ -304,7 +284,6 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "slow step": (Draw("slow step", 1, "any", seconds=(0.5, 4.0, 12.0)),),
     "address taken": (Draw("address taken", 1, "any", seconds=_DOWN_S),),
     "no memory": (Draw("no memory", 2, "prefill", "decode"),),
-    "node visits": (Draw("node visit", 4, "any"),),
     "effect exception": (Draw("effect exception", 3, "kv"),),
     "event exception": (Draw("event exception", 3, "kv"),),
     # Only decode dials; it does when a session has ended.

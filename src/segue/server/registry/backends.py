@@ -156,7 +156,7 @@ def _origin(request: httpx.Request) -> str:
 
 
 class HttpBackend(RegistryBackend):
-    """To the registry at `url`, over HTTP(S); `transport` takes the place of sockets in a simulation."""
+    """To the registry at `url`, over HTTP(S); `transport` takes the place of sockets in a test."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class StoreBackend(RegistryBackend):
 
     def __init__(self, store: RegistryStore, clock: Clock) -> None:
         self._store = store
-        self._waiter = StoreWaiter(store, clock)
+        self.waiter = StoreWaiter(store, clock)
 
     async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
         return self._store.register(record, dp_rank)
@@ -326,13 +326,13 @@ class StoreBackend(RegistryBackend):
         self._store.leave(leader)
 
     async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
-        return await self._waiter.instances(role, version, wait_s)
+        return await self.waiter.instances(role, version, wait_s)
 
     async def put_room(self, room: int, record: RoomRecord) -> None:
         self._store.register_room(room, record)
 
     async def room(self, room: int, wait_s: float) -> LeaderId | None:
-        return await self._waiter.room(room, wait_s)
+        return await self.waiter.room(room, wait_s)
 
     async def close(self) -> None:
-        self._waiter.close()
+        self.waiter.close()

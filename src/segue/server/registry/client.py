@@ -94,7 +94,7 @@ class Registry(InstanceWatch, Protocol):
         ...
 
 
-class _Registry:
+class BackendRegistry:
     """`Registry` over a backend."""
 
     def __init__(
@@ -457,12 +457,11 @@ class _InstanceView:
         return [found[incarnation] for incarnation in sorted(found)]
 
 
-class RegistryClient(_Registry):
+class RegistryClient(BackendRegistry):
     """The registry that `url` names: ours over HTTP(S), or etcd; `tls` is for both.
 
     Make it inside the event loop that uses it. `on_error` hears what `watch` and `keep_alive`
-    survive. `transport` and `clock` take the place of sockets and of the machine's clock in a
-    simulation.
+    survive. `transport` takes the place of sockets in a test.
     """
 
     def __init__(
@@ -474,12 +473,11 @@ class RegistryClient(_Registry):
         on_error: ErrorReport | None = None,
         tls: Tls | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
-        clock: Clock | None = None,
     ) -> None:
-        super().__init__(open_backend(url, secret, limits, tls, transport), limits, on_error, clock)
+        super().__init__(open_backend(url, secret, limits, tls, transport), limits, on_error)
 
 
-class LocalRegistry(_Registry):
+class LocalRegistry(BackendRegistry):
     """A registry in this process and loop, without HTTP; `store` may also be served to others."""
 
     def __init__(

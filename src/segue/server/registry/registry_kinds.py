@@ -19,7 +19,7 @@ def open_backend(
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> RegistryBackend:
     """How the registry at `url` is asked. Raises ConfigError. `transport` takes the place of sockets in a
-    simulation."""
+    test."""
     scheme = url.partition(":")[0]
     if scheme == "etcd":
         return EtcdBackend(url, secret, limits, tls)

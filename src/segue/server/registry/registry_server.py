@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
@@ -301,28 +300,8 @@ async def serve(
         )
     clock = clock or AwakeClock()
     store = store or RegistryStore(clock, ttl_s=limits.registry_ttl_s)
-    server = assemble(sock, store, clock, secret=secret, limits=limits, tls=tls)
-    try:
-        await server.started()
-    except BaseException:
-        await server.close()
-        raise
-    return server
-
-
-def assemble(
-    sock: socket.socket,
-    store: RegistryStore,
-    clock: Clock,
-    *,
-    secret: bytes | None,
-    limits: Limits,
-    tls: Tls | None = None,
-    server_type: type[GuardedServer] = GuardedServer,
-) -> RegistryServer:
-    """A registry in the current loop behind `sock`, which listens. `server_type` is for a simulator."""
     waiter = StoreWaiter(store, clock, max_waiters=4 * limits.max_queue)
-    http = server_type(
+    http = GuardedServer(
         registry_app(store, secret, limits, waiter=waiter),
         sock,
         server_tls=tls.server if tls is not None else None,
@@ -331,4 +310,10 @@ def assemble(
         ),
         drain_s=2.0,
     )
-    return RegistryServer(store, waiter, http, encrypted=tls is not None)
+    server = RegistryServer(store, waiter, http, encrypted=tls is not None)
+    try:
+        await server.started()
+    except BaseException:
+        await server.close()
+        raise
+    return server
