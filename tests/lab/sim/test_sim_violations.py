@@ -265,17 +265,6 @@ def mismatch_without_a_flip(stage: Stage) -> None:
     stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=wrong))
 
 
-def mismatch_after_the_registry_was_misheard(stage: Stage) -> None:
-    """In an attempt that began later."""
-    registry, network = stage.deployment.registry.node, stage.deployment.network
-    assert registry is not None
-    network.changed_at[stage.prefill] = {registry: stage.deployment.world.now}
-    stage.deployment.world.now += 1.0
-    placed(stage)
-    stage.deployment.causes.open_rooms.add(stage.transfer.room)
-    mismatch_without_a_flip(stage)
-
-
 def mismatch_that_forbids_a_retry(stage: Stage) -> None:
     stage.checks.flips.spoiled.add(stage.transfer)
     stage.phases(stage.decode, B, W, T)
@@ -605,7 +594,6 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("3", hashes_pages_of_others),
     ("5", commits_a_flipped_page),
     ("12", mismatch_without_a_flip),
-    ("12", mismatch_after_the_registry_was_misheard),
     ("25", mismatch_that_forbids_a_retry),
     ("7", foreign_metadata),
     ("7", commits_metadata_of_another_prompt),
