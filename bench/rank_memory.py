@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM  # noqa: F401  # what it takes is not the model's
 
-from segue.engine.models.families import load_model
+from segue.engine.models.model_loading import load_model
 from segue.engine.parallel import ParallelSize
 from segue.engine.ranks.slicing import cut
 

@@ -10,7 +10,7 @@ from dp_threads import DpThreads
 from engine_models import VOCAB, GreedySampler, generate, save_model, serve
 
 from segue.engine.engine_api import SequenceStep, run_step
-from segue.engine.models.supported import check_experts
+from segue.engine.models.model_registry import check_experts
 from segue.engine.request import SamplingParams
 from segue.kv.errors import ConfigError, ErrorCode, PeerLost, RankDivergence
 from segue.kv.limits import Limits

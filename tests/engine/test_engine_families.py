@@ -17,8 +17,8 @@ from engine_models import (
     serve,
 )
 
-from segue.engine.models.families import read_config
-from segue.engine.models.supported import FAMILIES
+from segue.engine.models.model_loading import read_config
+from segue.engine.models.model_registry import FAMILIES
 from segue.kv.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from rank_threads import RankThreads, load_ranks
 
 from segue.engine.cpu.cpu_forward import load_forward
 from segue.engine.engine_api import SequenceStep, run_step
-from segue.engine.models.families import load_model
+from segue.engine.models.model_loading import load_model
 from segue.engine.parallel import ParallelSize
 from segue.engine.ranks.collectives import Place
 from segue.engine.ranks.slicing import _keep_columns, check_size, cut, heads_of, part_of

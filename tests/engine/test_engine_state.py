@@ -18,7 +18,7 @@ from transformers import Qwen3_5TextConfig
 
 from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.models.hybrid import kv_layers, layer_types, state_tensors
-from segue.engine.models.supported import refuse_options
+from segue.engine.models.model_registry import refuse_options
 from segue.engine.parallel import ParallelSize
 from segue.engine.pool_size import MAX_STATE_SLOTS, ModelSize, kv_pool_bytes, state_slots
 from segue.engine.ranks.slicing import check_size

@@ -13,7 +13,7 @@ from segue.engine.kvpool import HostKV, KVPool
 from segue.engine.packing import Packed
 
 if TYPE_CHECKING:
-    from segue.engine.models.families import LoadedModel
+    from segue.engine.models.model_loading import LoadedModel
     from segue.engine.ranks.collectives import Place
     from segue.engine.ranks.experts import SharedExperts
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from segue.cli.commands.models import model_size
 from segue.engine.model_names import DEFAULT_MODEL, is_hub_name
-from segue.engine.models.deepseek import DEEPSEEK_FAMILIES, latent_items
+from segue.engine.models.families.deepseek import DEEPSEEK_FAMILIES, latent_items
 from segue.engine.models.folders import read_json
 from segue.engine.models.hybrid import kv_layers
 from segue.kv import ConfigError

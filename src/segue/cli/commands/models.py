@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
 from segue.cli.terminal import progress
 from segue.engine.model_names import DEFAULT_MODEL
-from segue.engine.models.deepseek import latent_items
+from segue.engine.models.families.deepseek import latent_items
 from segue.engine.models.hybrid import kv_layers, state_tensors
 from segue.engine.models.model_fingerprint import weight_count
 from segue.engine.pool_size import ModelSize

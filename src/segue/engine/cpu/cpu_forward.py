@@ -17,8 +17,8 @@ from segue.engine.cpu.cpu_kernels import Kernels, make_kernels
 from segue.engine.engine_api import HostPages
 from segue.engine.forward import Stored
 from segue.engine.kvpool import HostKV, KVPool, make_pool
-from segue.engine.models.families import LoadedModel, load_model
 from segue.engine.models.model_fingerprint import fingerprint
+from segue.engine.models.model_loading import LoadedModel, load_model
 from segue.engine.models.progress import step
 from segue.engine.packing import Packed
 from segue.engine.ranks.collectives import ALONE, Place

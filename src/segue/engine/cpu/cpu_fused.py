@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from segue.engine.cpu.cpu_attention import StepContext
 from segue.engine.cpu.cpu_kernels import Kernels
-from segue.engine.models.families import LoadedModel, has_attention
 from segue.engine.models.hybrid import QWEN_FAMILIES
+from segue.engine.models.model_loading import LoadedModel, has_attention
 from segue.engine.ranks.collectives import Place, TensorGroup
 from segue.engine.ranks.slicing import AbsentLayer
 from segue.kv import ConfigError, Internal

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from segue.engine.cpu.cpu_attention import StepContext
 from segue.engine.cpu.cpu_fused import FeedForward, FusedNorm, Product, ProductMaker
-from segue.engine.models.families import LoadedModel
+from segue.engine.models.model_loading import LoadedModel
 
 
 class LatentLayer(nn.Module):

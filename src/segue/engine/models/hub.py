@@ -23,7 +23,7 @@ from typing import IO, Any, NoReturn
 from segue.engine.models import child
 from segue.engine.models.child import Progress
 from segue.engine.models.folders import check_folder, check_room, read_json
-from segue.engine.models.supported import refuse_unsupported
+from segue.engine.models.model_registry import refuse_unsupported
 from segue.kv import ConfigError
 
 #: A day for all of it, and five minutes without a byte; a large model on a slow line takes hours.

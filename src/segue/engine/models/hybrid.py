@@ -22,7 +22,7 @@ _STATE_LAYERS = {
 
 HYBRID_FAMILIES = tuple(_STATE_LAYERS)
 
-#: See `engine.models.supported`.
+#: See `engine.models.model_registry`.
 HYBRID_ONLY: dict[str, dict[str, Any]] = {
     family: {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
     for family in QWEN_FAMILIES

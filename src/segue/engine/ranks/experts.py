@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from segue.engine.models.families import LoadedModel
+from segue.engine.models.model_loading import LoadedModel
 from segue.engine.parallel import share
 from segue.engine.ranks.dp_group import DpGroup
 from segue.engine.ranks.slicing import parameter

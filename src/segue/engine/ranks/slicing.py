@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from segue.engine.kvpool import DTYPES
-from segue.engine.models.families import LoadedModel, convert
+from segue.engine.models.model_loading import LoadedModel, convert
 from segue.engine.parallel import ParallelSize, share
 from segue.kv import ConfigError, KVShape, Part, RankCoord
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from segue.engine.engine_api import Engine, ExpertPeers
-from segue.engine.models.supported import check_experts
+from segue.engine.models.model_registry import check_experts
 from segue.engine.ranks.pipe import Pipe
 from segue.kv import Internal, LeaderId, Memory, PeerLost, Rank, SegueError, WorkerRank, model_identity
 from segue.server.instance.rank_process import (

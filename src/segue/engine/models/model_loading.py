@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 
 from segue.engine.kvpool import DTYPES
-from segue.engine.models.deepseek import DEEPSEEK_FAMILIES, latent_items
+from segue.engine.models.families.deepseek import DEEPSEEK_FAMILIES, latent_items
+from segue.engine.models.families.qwen_hybrid import reshape_qwen
 from segue.engine.models.hybrid import HYBRID_FAMILIES, QWEN_FAMILIES, state_tensors
+from segue.engine.models.model_registry import refuse_options, refuse_unsupported
 from segue.engine.models.progress import counted
-from segue.engine.models.qwen_hybrid import reshape_qwen
-from segue.engine.models.supported import refuse_options, refuse_unsupported
 from segue.kv import ConfigError, Internal, KVShape, Part
 
 #: What transformers' models are told to call for attention.

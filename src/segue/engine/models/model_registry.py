@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from segue.engine.models.deepseek import DEEPSEEK_FAMILIES, DEEPSEEK_ONLY, refuse_deepseek_options
+from segue.engine.models.families.deepseek import DEEPSEEK_FAMILIES, DEEPSEEK_ONLY, refuse_deepseek_options
 from segue.engine.models.hybrid import HYBRID_FAMILIES, HYBRID_ONLY, QWEN_FAMILIES, refuse_hybrid_options
 from segue.kv import ConfigError
 

@@ -8,7 +8,7 @@ from segue.kv import ConfigError
 
 DEEPSEEK_FAMILIES = ("deepseek_v2", "deepseek_v3")
 
-#: See `engine.models.supported`.
+#: See `engine.models.model_registry`.
 DEEPSEEK_ONLY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax"},
     "deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},

@@ -1,0 +1,1 @@
+"""One file for each family of models; `engine.models.model_registry` finds them."""
