@@ -3,10 +3,13 @@
 import functools
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 from engine_models import (
+    BASE,
     FAMILY_CONFIGS,
     LARGE_ROWS,
     GreedySampler,
@@ -16,9 +19,11 @@ from engine_models import (
     save_model,
     serve,
 )
+from transformers import SeedOssConfig
 
+from segue.engine.models import families
 from segue.engine.models.model_loading import read_config
-from segue.engine.models.model_registry import FAMILIES
+from segue.engine.models.model_registry import known_families
 from segue.kv.errors import ConfigError
 
 
@@ -63,7 +68,29 @@ def test_rows_of_the_size_of_deepseek_v3(tmp_path):
 
 
 def test_every_family_on_the_list_is_tested():
-    assert {config.model_type for config in FAMILY_CONFIGS.values()} == set(FAMILIES)
+    assert {config.model_type for config in FAMILY_CONFIGS.values()} == set(known_families())
+
+
+def test_a_family_is_added_by_adding_a_file(tmp_path, monkeypatch, request):
+    folder = save_model(tmp_path / "model", SeedOssConfig(**BASE, head_dim=20))
+    with pytest.raises(ConfigError, match="'seed_oss' are not supported"):
+        read_config(folder)
+    (tmp_path / "seed.py").write_text(
+        "from segue.engine.models.model_registry import ModelFamily\nFAMILIES = {'seed_oss': ModelFamily()}\n"
+    )
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    request.addfinalizer(lambda: sys.modules.pop(f"{families.__name__}.seed", None))
+    engine = engine_for(folder, GreedySampler())
+    assert serve(engine, PROMPTS[:6], 6, chunk=16) == generate(folder, PROMPTS[:6], 6)
+
+
+def test_families_are_known_without_torch():
+    code = (
+        "import sys; from segue.engine.models.model_registry import known_families; "
+        "print(len(known_families()), {'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(len(known_families())), "set()"]
 
 
 @pytest.mark.parametrize(

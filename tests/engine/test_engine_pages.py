@@ -114,7 +114,7 @@ def test_a_sequence_grows_in_place():
     grown = list(first)
     for _ in range(20):
         grown += pool.allocate(1, after=grown[-1])
-    assert len(pool.runs(grown)) == 1
+    assert len(runs(grown)) == 1
 
 
 def test_a_new_sequence_leaves_room_behind_a_running_one_without_being_told():
@@ -123,7 +123,7 @@ def test_a_new_sequence_leaves_room_behind_a_running_one_without_being_told():
     for _ in range(30):
         for sequence in pages:
             sequence += pool.allocate(1, after=sequence[-1])
-    assert sum(len(pool.runs(sequence)) for sequence in pages) <= 10
+    assert sum(len(runs(sequence)) for sequence in pages) <= 10
 
 
 def test_a_split_allocation_uses_the_fewest_runs():
@@ -133,7 +133,7 @@ def test_a_split_allocation_uses_the_fewest_runs():
     pool.release(everything[20:40])
     pool.release(everything[50:55])
     pages = pool.allocate(28)
-    assert len(pool.runs(pages)) == 2
+    assert len(runs(pages)) == 2
 
 
 def test_a_quarantined_page_is_not_given_out_until_its_fence():

@@ -17,8 +17,7 @@ from test_engine_families import prompts_of
 from transformers import Qwen3_5TextConfig
 
 from segue.engine.engine_api import SequenceStep, run_step
-from segue.engine.models.hybrid import kv_layers, layer_types, state_tensors
-from segue.engine.models.model_registry import refuse_options
+from segue.engine.models.model_registry import family_of, supported_family
 from segue.engine.parallel import ParallelSize
 from segue.engine.pool_size import MAX_STATE_SLOTS, ModelSize, kv_pool_bytes, state_slots
 from segue.engine.ranks.slicing import check_size
@@ -142,20 +141,21 @@ def test_a_state_is_not_shared_out_over_ranks(engine):
 )
 def test_what_is_not_computed_is_refused(family, values, text):
     with pytest.raises(ConfigError, match=text):
-        refuse_options({"model_type": family, **values})
+        supported_family({"model_type": family, **values})
 
 
 def test_a_configuration_that_names_no_layers_has_attention_in_every_fourth():
     values = {"model_type": "qwen3_5_text", "num_hidden_layers": 9}
-    kinds = layer_types(values)
+    family = family_of(values)
+    kinds = family.layer_types(values)
     assert kinds == Qwen3_5TextConfig(num_hidden_layers=9).layer_types
-    assert (kinds.count(DELTA), kv_layers(values)) == (7, 2)
-    assert layer_types({**values, "full_attention_interval": 3})[2::3] == [FULL] * 3
+    assert (kinds.count(DELTA), family.kv_layers(values)) == (7, 2)
+    assert family.layer_types({**values, "full_attention_interval": 3})[2::3] == [FULL] * 3
 
 
 def test_the_sums_of_the_delta_rule_are_float32_in_a_model_of_half_precision():
     values = Qwen3_5TextConfig(num_hidden_layers=4).to_dict()
-    conv, delta = state_tensors(values, "bfloat16", 2)
+    conv, delta = family_of(values).state(values, "bfloat16", 2)
     assert (conv.layers, conv.shape, conv.dtype) == (3, (3, 2 * 16 * 128 + 32 * 128), "bfloat16")
     assert (delta.layers, delta.shape, delta.dtype) == (3, (32, 128, 128), "float32")
     assert delta.nbytes == 3 * 32 * 128 * 128 * 4

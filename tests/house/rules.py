@@ -246,6 +246,27 @@ def device_faults(source: Source) -> list[str]:
     ]
 
 
+#: The module that alone asks what family a model is of, and the package of the families' files.
+MODEL_REGISTRY = "segue.engine.models.model_registry"
+MODEL_FAMILIES = "segue.engine.models.families"
+
+
+def family_faults(source: Source) -> list[str]:
+    """Questions about a model's family beside the registry: to add a family, add a file."""
+    if source.name == MODEL_REGISTRY:
+        return []
+    faults = [
+        f"{source.name} imports {module}, not {MODEL_REGISTRY}"
+        for module in sorted(set(imported_modules(source)))
+        if module.startswith(f"{MODEL_FAMILIES}.") and not source.name.startswith(MODEL_FAMILIES)
+    ]
+    for node in ast.walk(source.tree):
+        name = getattr(node, "attr", None) or getattr(node, "arg", None) or getattr(node, "value", None)
+        if name == "model_type":
+            faults.append(f"{source.name}:{getattr(node, 'lineno', 0)} reads model_type")
+    return faults
+
+
 def purity_faults(source: Source) -> list[str]:
     if source.package not in PURE and source.name not in PURE_MODULES:
         return []

@@ -162,10 +162,6 @@ class PagePool:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_tokens)
 
-    def runs(self, pages: Iterable[int]) -> list[tuple[int, int]]:
-        """Group `pages`, in their order, into `(first page, count)` runs of neighbours."""
-        return runs(pages)
-
     # --- allocation ---------------------------------------------------------------------------
 
     def allocate(self, n: int, after: int | None = None, room: int | None = None) -> list[int]:

@@ -7,20 +7,11 @@ from typing import Any
 
 from segue.cli.commands.models import model_size
 from segue.engine.model_names import DEFAULT_MODEL, is_hub_name
-from segue.engine.models.families.deepseek import DEEPSEEK_FAMILIES, latent_items
 from segue.engine.models.folders import read_json
-from segue.engine.models.hybrid import kv_layers
+from segue.engine.models.model_registry import ModelFamily, known_families, type_of
 from segue.kv import ConfigError
 from segue.lab.advise.costs import ModelCosts
 
-_DENSE = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-#: Of each family with experts: how many there are, and how wide one is.
-_EXPERTS = {
-    "mixtral": ("num_local_experts", "intermediate_size"),
-    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
-    **dict.fromkeys(DEEPSEEK_FAMILIES, ("n_routed_experts", "moe_intermediate_size")),
-}
-KNOWN = tuple(sorted((*_DENSE, *_EXPERTS)))
 #: What to do about a model whose costs are not known.
 INSTEAD = "give --parameters and --kv-bytes-per-token in its place"
 
@@ -52,33 +43,39 @@ def costs(folder: Path, dtype: str) -> ModelCosts:
     description is not known."""
     values = read_json(folder / "config.json", f"{folder} has no config.json")
     values = values.get("text_config", values)
-    family, size = values.get("model_type"), model_size(folder, dtype)
-    if family not in KNOWN:
+    size, known = model_size(folder, dtype), _known()
+    if (family := known.get(type_of(values) or "")) is None:
         raise ConfigError(
-            f"segue advise cannot tell the costs of models of type {family!r} ({', '.join(KNOWN)}); {INSTEAD}"
+            f"segue advise cannot tell the costs of models of type {type_of(values)!r} ({', '.join(known)}); "
+            f"{INSTEAD}"
         )
     try:
         if size is None:
             raise KeyError("max_position_embeddings, num_attention_heads or num_hidden_layers")
-        return _costs(values, folder.name, 4 if dtype == "float32" else 2, size.token_bytes)
+        return _costs(family, values, folder.name, 4 if dtype == "float32" else 2, size.token_bytes)
     except (KeyError, TypeError, ValueError) as exc:
         raise ConfigError(f"{folder / 'config.json'} does not say {exc}; {INSTEAD}") from exc
 
 
-def _costs(values: dict[str, Any], name: str, item_bytes: int, token_bytes: int) -> ModelCosts:
+def _known() -> dict[str, ModelFamily]:
+    """The families whose costs are known: the work of a layer without attention is not."""
+    return {name: family for name, family in known_families().items() if not family.has_state}
+
+
+def _costs(
+    family: ModelFamily, values: dict[str, Any], name: str, item_bytes: int, token_bytes: int
+) -> ModelCosts:
     hidden, layers = int(values["hidden_size"]), int(values["num_hidden_layers"])
-    attention, pair_flops = _attention(values, hidden)
+    attention, pair_flops = family.attention_costs(values)
     head = hidden * int(values["vocab_size"])
-    expert = used = experts = per_token = sparse = 0
-    if values["model_type"] in _EXPERTS:
-        count, width = _EXPERTS[values["model_type"]]
-        experts, per_token = int(values[count]), int(values["num_experts_per_tok"])
-        expert = 3 * hidden * int(values[width])
-        sparse = _sparse_layers(values, layers)
-        used = expert * per_token + expert * int(values.get("n_shared_experts") or 0)
+    expert = shared = experts = per_token = 0
+    sparse = family.expert_layers(values)
+    if (options := family.experts) is not None:
+        experts, per_token = int(values[options.count]), int(values["num_experts_per_tok"])
+        expert = 3 * hidden * int(values[options.width])
+        shared = expert * int(values.get(options.shared) or 0) if options.shared else 0
     dense = 3 * hidden * int(values["intermediate_size"]) if sparse < layers else 0
-    shared = sparse * (used - expert * per_token)
-    always = layers * attention + (layers - sparse) * dense + shared
+    always = layers * attention + (layers - sparse) * dense + sparse * shared
     return ModelCosts(
         name=name,
         parameters=always + sparse * expert * per_token,
@@ -86,33 +83,10 @@ def _costs(values: dict[str, Any], name: str, item_bytes: int, token_bytes: int)
         expert_bytes=float(item_bytes * sparse * experts * expert),
         experts=experts,
         experts_per_token=per_token,
-        pair_flops=kv_layers(values) * pair_flops,
+        pair_flops=family.kv_layers(values) * pair_flops,
         kv_token_bytes=token_bytes,
         context_tokens=int(values["max_position_embeddings"]),
     )
-
-
-def _attention(values: dict[str, Any], hidden: int) -> tuple[int, float]:
-    """Parameters of one layer's attention, and its operations for one token and one earlier one."""
-    heads = int(values["num_attention_heads"])
-    if (latent := latent_items(values)) is None:
-        dim = int(values.get("head_dim") or hidden // heads)
-        kv_heads = int(values.get("num_key_value_heads") or heads)
-        return 2 * hidden * dim * (heads + kv_heads), 4.0 * heads * dim
-    rank, rope = int(values["kv_lora_rank"]), int(values["qk_rope_head_dim"])
-    own, value = int(values["qk_nope_head_dim"]), int(values["v_head_dim"])
-    query_rank = int(values.get("q_lora_rank") or 0)
-    query = query_rank * (hidden + heads * (own + rope)) if query_rank else hidden * heads * (own + rope)
-    parameters = query + hidden * latent + rank * heads * (own + value) + heads * value * hidden
-    return parameters, 2.0 * heads * (latent + rank)  # absorbed: over the latent itself
-
-
-def _sparse_layers(values: dict[str, Any], layers: int) -> int:
-    """Layers with experts."""
-    dense = set(values.get("mlp_only_layers") or ())
-    step = int(values.get("decoder_sparse_step") or 1)
-    first = int(values.get("first_k_dense_replace") or 0)
-    return sum(i >= first and i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
 def explicit(parameters: float, active: float | None, kv_bytes: int, item_bytes: int) -> ModelCosts:

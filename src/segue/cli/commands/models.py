@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
 from segue.cli.terminal import progress
 from segue.engine.model_names import DEFAULT_MODEL
-from segue.engine.models.families.deepseek import latent_items
-from segue.engine.models.hybrid import kv_layers, state_tensors
 from segue.engine.models.model_fingerprint import weight_count
+from segue.engine.models.model_registry import ModelFamily, family_of
 from segue.engine.pool_size import ModelSize
 from segue.kv import ConfigError
 
-#: What a model's description says in whole numbers, of what its KV and its states are computed from.
-_SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "conv_L_cache",
-    "full_attention_interval",
-    "linear_conv_kernel_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-)
+#: More than any size in a description.
 _MAX_SIZE = 2**40
 
 
@@ -70,23 +53,19 @@ def model_size(path: Path, dtype: str) -> ModelSize | None:
     try:
         config = json.loads((path / "config.json").read_bytes())
         config = config.get("text_config", config)
-        _check_sizes(path / "config.json", config)
-        items = latent_items(config)
-        if items is None:
-            heads = config["num_attention_heads"]
-            head_dim = config.get("head_dim") or config["hidden_size"] // heads
-            items = 2 * (config.get("num_key_value_heads") or heads) * head_dim
+        family = family_of(config) or ModelFamily()
+        _check_sizes(path / "config.json", config, family.sizes)
         item_bytes = 4 if dtype == "float32" else 2
-        token_bytes = item_bytes * kv_layers(config) * items
-        state_bytes = sum(tensor.nbytes for tensor in state_tensors(config, dtype, item_bytes))
+        token_bytes = item_bytes * family.kv_layers(config) * family.kv_items(config)
+        state_bytes = sum(tensor.nbytes for tensor in family.state(config, dtype, item_bytes))
         weight_bytes = item_bytes * weight_count(path)
         return ModelSize(weight_bytes, token_bytes, config["max_position_embeddings"], state_bytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _check_sizes(file: Path, config: dict[str, object]) -> None:
-    for name in _SIZES:
+def _check_sizes(file: Path, config: dict[str, object], names: Iterable[str]) -> None:
+    for name in names:
         value = config.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (whole and 1 <= value <= _MAX_SIZE):  # type: ignore[operator]

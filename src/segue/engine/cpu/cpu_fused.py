@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from segue.engine.cpu.cpu_attention import StepContext
 from segue.engine.cpu.cpu_kernels import Kernels
-from segue.engine.models.hybrid import QWEN_FAMILIES
 from segue.engine.models.model_loading import LoadedModel, has_attention
 from segue.engine.ranks.collectives import Place, TensorGroup
 from segue.engine.ranks.slicing import AbsentLayer
@@ -198,13 +197,13 @@ class FusedLayer(nn.Module):
         self.qkv = make.joined(attn.q_proj, attn.k_proj, attn.v_proj)
         self.o = make.summed(attn.o_proj)
         names = {name for name, _ in attn.named_children()}
+        sandwich = "pre_feedforward_layernorm" in dict(layer.named_children())
         self.out_gate = make.joined(attn.gate_proj) if "gate_proj" in names else None
         self._head_norm_weight, self._head_norm_eps, self._head_norm_at = None, 0.0, 0
         if {"q_norm", "k_norm"} <= names:
             self._head_norm_weight, self._head_norm_eps = self._head_norm(attn, make)
             self._head_norm_at = self._head_norm_weight.data_ptr()
         self.input_norm = make.norm(layer.input_layernorm)
-        sandwich = make.sandwich
         self.attention_norm = make.norm(layer.post_attention_layernorm) if sandwich else None
         self.mlp_norm = make.norm(
             layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
@@ -276,16 +275,14 @@ class FusedLayer(nn.Module):
 class ProductMaker:
     """Makes the products and norms of one model in its family's manner."""
 
-    def __init__(self, config: Any, dtype: str, kernels: Kernels, tp: TensorGroup | None) -> None:
-        gemma = config.model_type == "gemma3_text"
+    def __init__(self, loaded: LoadedModel, kernels: Kernels, tp: TensorGroup | None) -> None:
         #: the ranks that each hold a part of every product
         self.tp = tp
         self._kernels = kernels
-        self.sandwich = gemma
-        self._one_plus = gemma or config.model_type in QWEN_FAMILIES
-        # lfm2 has no choice, and does not name it
-        self._act = config.hidden_activation if gemma else config.to_dict().get("hidden_act", "silu")
-        self._packed = dtype == "bfloat16" and self._act in _ACTIVATIONS and packs_bfloat16()
+        self._one_plus = loaded.family.one_plus_norms
+        self._act = loaded.family.activation(loaded.config)
+        bfloat16 = loaded.shape.dtype == "bfloat16"
+        self._packed = bfloat16 and self._act in _ACTIVATIONS and packs_bfloat16()
 
     def summed(self, linear: nn.Linear) -> Product:
         """A product that the tensor-parallel ranks have the columns of."""
@@ -364,7 +361,7 @@ class Head:
 def fuse(loaded: LoadedModel, kernels: Kernels, place: Place) -> Head | None:
     """Replace the layers and the last norm of `loaded`, which was cut for `place`, in place; returns what
     makes its logits, on the rank that samples."""
-    make = ProductMaker(loaded.config, loaded.shape.dtype, kernels, place.tp)
+    make = ProductMaker(loaded, kernels, place.tp)
     body = loaded.model.model
     from segue.engine.cpu.cpu_hybrid import StateLayer  # made of what this file has
     from segue.engine.cpu.cpu_mla import LatentLayer
@@ -386,8 +383,7 @@ def fuse(loaded: LoadedModel, kernels: Kernels, place: Place) -> Head | None:
     if isinstance(last, FusedLayer) and last.feed_forward.mixture is None and place.size.ranks == 1:
         last.last = True  # other ranks, of a replica or of shared experts, do not know what is wanted
     body.norm = NormModule(make.norm(body.norm))
-    if loaded.config.model_type == "lfm2":
-        body.embedding_norm = body.norm
+    setattr(body, loaded.family.last_norm, body.norm)
     if place.rank > 0:
         return None  # the leader samples
     head = loaded.model.lm_head

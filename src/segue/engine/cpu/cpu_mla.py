@@ -31,7 +31,7 @@ class LatentLayer(nn.Module):
         self.row_items = loaded.shape.k_dim
         self.rank: int = attn.kv_lora_rank
         self.nope: int = attn.qk_nope_head_dim
-        self.in_pairs = loaded.config.model_type == "deepseek_v2" or bool(loaded.config.rope_interleave)
+        self.in_pairs = loaded.family.turns_pairs(loaded.config)
         self.query = _Query(attn, make)
         self.kv_a = make.joined(attn.kv_a_proj_with_mqa)
         self.kv_norm = make.norm(attn.kv_a_layernorm)

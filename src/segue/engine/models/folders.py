@@ -8,16 +8,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from segue.engine.models.model_fingerprint import tensor_header
+from segue.engine.models.model_registry import type_of
 from segue.kv import ConfigError
-
-_MAX_HEADER_BYTES = 100 * 2**20
 
 
 def check_folder(folder: Path, *, weights: bool = True) -> Path:
     """`folder` itself if it holds a complete Hugging Face model; ConfigError names what is missing. Without
     `weights` they are not looked for."""
     config = read_json(folder / "config.json", f"{folder} has no config.json, so it is no Hugging Face model")
-    if not isinstance(config.get("model_type"), str):
+    if type_of(config) is None:
         raise ConfigError(f"{folder / 'config.json'} names no model_type.")
     tokenizers = (["tokenizer.json"], ["tokenizer.model"], ["vocab.json", "merges.txt"])
     if not any(all((folder / name).is_file() for name in names) for names in tokenizers):
@@ -52,16 +52,12 @@ def _check_weights(folder: Path) -> None:
 def _check_safetensors(path: Path) -> None:
     """Refuse a file that is cut short or is something else, by its header alone."""
     size = path.stat().st_size
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ConfigError(f"{path} is not a safetensors file.")
-        try:
-            header = json.loads(file.read(header_bytes))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            end = 8 + header_bytes + max(ends, default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
-            raise ConfigError(f"{path} has a broken safetensors header.") from exc
+    try:
+        with path.open("rb") as file:
+            header, start = tensor_header(file)
+        end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
+        raise ConfigError(f"{path} has a broken safetensors header ({exc}).") from exc
     if end != size:
         raise ConfigError(f"{path} has {size} bytes where its header needs {end}: copy it again.")
 

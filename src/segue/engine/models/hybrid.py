@@ -1,92 +1,64 @@
-"""What the families whose sequences keep a state beside their KV say in their configuration. No torch here.
-
-lfm2 (Liquid AI): layers of gated short convolution between layers of attention.
-qwen3_next and qwen3_5_text (Alibaba): layers of the gated delta rule (Yang et al., Gated Delta Networks,
-2024) between layers of gated attention.
-"""
+"""Families whose sequences keep a state beside their KV: some layers have no attention."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
+from segue.engine.models.model_registry import ModelFamily, refuse_layers
 from segue.kv import ConfigError, StateTensor
 
-QWEN_FAMILIES = ("qwen3_5_text", "qwen3_next")
 
-#: By family: what transformers calls its layers that keep a state, and the option that says how many
-#: positions their convolution sees.
-_STATE_LAYERS = {
-    "lfm2": ("conv", "conv_L_cache"),
-    **dict.fromkeys(QWEN_FAMILIES, ("linear_attention", "linear_conv_kernel_dim")),
-}
+class HybridFamily(ModelFamily):
+    """A family some of whose layers are a short convolution, with or without `sums` over what comes out."""
 
-HYBRID_FAMILIES = tuple(_STATE_LAYERS)
+    has_state = True
+    #: What transformers calls the layers that keep a state.
+    state_layer: ClassVar[str]
+    #: The option that says how many positions the convolution of such a layer sees.
+    width: ClassVar[str]
 
-#: See `engine.models.model_registry`.
-HYBRID_ONLY: dict[str, dict[str, Any]] = {
-    family: {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
-    for family in QWEN_FAMILIES
-}
+    def attentions(self, values: Mapping[str, Any]) -> Collection[int]:
+        """The layers of attention of a configuration that does not list the type of each layer."""
+        raise NotImplementedError
 
+    def channels(self, values: Mapping[str, Any]) -> int:
+        """The channels of the convolution of a layer."""
+        raise NotImplementedError
 
-def refuse_hybrid_options(values: dict[str, Any]) -> None:
-    """Raise a ConfigError for what the configuration of such a model asks for and is not computed."""
-    kinds = layer_types(values)
-    kind, width = _STATE_LAYERS[values["model_type"]]
-    other = set(kinds) - {kind, "full_attention"}
-    if other:
-        raise ConfigError(f"the model has layers of type {sorted(other)}, which are not supported")
-    if "full_attention" not in kinds:
-        raise ConfigError("the model has no layer of full attention, which is not supported: it has no KV")
-    if kind in kinds and values.get(width, 2) < 2:
-        raise ConfigError(f"the model sets {width} = {values[width]}; at least 2 is supported")
-
-
-def layer_types(values: dict[str, Any]) -> list[str]:
-    """What each layer is, by transformers' names."""
-    found = values.get("layer_types")
-    if found is not None:
-        return list(found)
-    kind, _ = _STATE_LAYERS[values["model_type"]]
-    every = range(values["num_hidden_layers"])
-    attentions = values.get("full_attn_idxs")
-    if values["model_type"] in QWEN_FAMILIES:
-        interval = values.get("full_attention_interval") or 4
-        attentions = every[interval - 1 :: interval]
-    elif attentions is None:
-        attentions = every
-    return ["full_attention" if index in attentions else kind for index in every]
-
-
-def kv_layers(values: dict[str, Any]) -> int:
-    """How many layers of a model have KV."""
-    if values.get("model_type") in HYBRID_FAMILIES:
-        return layer_types(values).count("full_attention")
-    return int(values["num_hidden_layers"])
-
-
-def state_tensors(values: dict[str, Any], dtype: str, item_bytes: int) -> tuple[StateTensor, ...]:
-    """What a model keeps of each sequence beside its KV, computed in `dtype`; empty for most.
-
-    `conv` has the inputs of the last positions of each convolution, the oldest first, `[positions,
-    channels]`; `delta` the sums of the delta rule, `[heads, items of a key, items of a value]`, in float32
-    whatever `dtype` is.
-    """
-    family = values.get("model_type")
-    if family not in HYBRID_FAMILIES:
+    def sums(self, values: Mapping[str, Any], layers: int) -> tuple[StateTensor, ...]:
+        """What `layers` layers keep besides the convolution's inputs."""
         return ()
-    kind, width = _STATE_LAYERS[family]
-    layers = layer_types(values).count(kind)
-    if not layers:
-        return ()
-    channels, sums = values["hidden_size"], list[StateTensor]()
-    if family in QWEN_FAMILIES:
-        heads, key, value = (
-            values[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim")
-        )
-        channels = 2 * values["linear_num_key_heads"] * key + heads * value
-        sums.append(
-            StateTensor(name="delta", layers=layers, shape=(heads, key, value), dtype="float32", item_bytes=4)
-        )
-    shape = (values[width] - 1, channels)
-    return (StateTensor(name="conv", layers=layers, shape=shape, dtype=dtype, item_bytes=item_bytes), *sums)
+
+    def layer_types(self, values: Mapping[str, Any]) -> list[str]:
+        """What each layer is, by transformers' names."""
+        if (found := values.get("layer_types")) is not None:
+            return list(found)
+        attentions = self.attentions(values)
+        every = range(values["num_hidden_layers"])
+        return ["full_attention" if index in attentions else self.state_layer for index in every]
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """See `ModelFamily.check`."""
+        kinds = self.layer_types(values)
+        refuse_layers(kinds, {self.state_layer, "full_attention"})
+        if "full_attention" not in kinds:
+            raise ConfigError(
+                "the model has no layer of full attention, which is not supported: it has no KV"
+            )
+        if self.state_layer in kinds and values.get(self.width, 2) < 2:
+            raise ConfigError(f"the model sets {self.width} = {values[self.width]}; at least 2 is supported")
+
+    def kv_layers(self, values: Mapping[str, Any]) -> int:
+        """See `ModelFamily.kv_layers`."""
+        return self.layer_types(values).count("full_attention")
+
+    def state(self, values: Mapping[str, Any], dtype: str, item_bytes: int) -> tuple[StateTensor, ...]:
+        """See `ModelFamily.state`. `conv` has the inputs of the last positions of each convolution, the
+        oldest first, `[positions, channels]`."""
+        layers = self.layer_types(values).count(self.state_layer)
+        if not layers:
+            return ()
+        shape = (values[self.width] - 1, self.channels(values))
+        conv = StateTensor(name="conv", layers=layers, shape=shape, dtype=dtype, item_bytes=item_bytes)
+        return (conv, *self.sums(values, layers))

@@ -60,12 +60,13 @@ def weight_count(folder: Path) -> int:
     count = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
-            count += sum(math.prod(entry["shape"]) for entry in _header(file)[0].values())
+            count += sum(math.prod(entry["shape"]) for entry in tensor_header(file)[0].values())
     return count
 
 
-def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The description of each tensor of one file, and where their bytes begin."""
+def tensor_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The description of each tensor of one safetensors file, and where their bytes begin. Raises ValueError
+    or AttributeError for another file."""
     size = os.fstat(file.fileno()).st_size
     header_bytes = int.from_bytes(file.read(8), "little")
     if not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
@@ -77,7 +78,7 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 def _tensors(file: BinaryIO) -> list[tuple[str, bytes]]:
     """Each tensor of one file: its name, and a hash of its type, shape and sampled bytes."""
     size = os.fstat(file.fileno()).st_size
-    header, start = _header(file)
+    header, start = tensor_header(file)
     found = []
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
