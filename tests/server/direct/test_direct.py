@@ -7,6 +7,7 @@ import dataclasses
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ import torch
 from deployment import Deployment, deployment
 
 from segue.kv.ids import Role
+from segue.server.direct import direct_server
 from segue.server.direct.prefill_rendezvous import _OpenRoom
+from segue.server.frontend.legs import legs_of
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.instance.instance import Instance
 from segue.server.schedulers.prefill import PrefillScheduler
@@ -465,6 +468,24 @@ def test_what_nobody_comes_for_ends_with_its_ticket_and_is_a_metric(
 
     with monkeypatch.context() as patch:
         run(pair, work)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_large_body_is_searched_for_its_leg_in_a_thread(
+    pair: Deployment, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of 0.6 MB with many objects there took 80 ms of the instance's I/O thread."""
+    where: list[str] = []
+
+    def noted(raw: bytes) -> Any:
+        where.append(threading.current_thread().name)
+        return legs_of(raw)
+
+    monkeypatch.setattr(direct_server, "legs_of", noted)
+    body = ASK | {"kv_transfer_params": {"x": [0] * 20_000}}
+    answer = httpx.post(url(pair, role) + "/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert [name.split("_")[0] for name in where] == ["tokenize"]
 
 
 def test_neither_leg_answers_a_plain_request(pair: Deployment) -> None:

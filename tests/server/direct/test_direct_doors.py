@@ -90,8 +90,12 @@ def read(body: dict[str, Any], kind: Any = CompletionBody) -> tuple[Any, bytes]:
     return BodyReader().read(raw, kind), raw
 
 
+SETTINGS = OpenAIServerSettings(model="tiny", context_tokens=9, vocab_size=9, limits=Limits())
+
+
 def prefill(size: int = 4) -> tuple[Any, Parts, list[Any]]:
     door: Any = object.__new__(PrefillDoor)
+    door.settings = SETTINGS
     waits: list[Any] = []
 
     async def wait(number: int, routed: int | None, budget_s: float) -> None:
@@ -194,6 +198,7 @@ def test_decode_meets_prefill_for_all_samples_and_draws_with_the_ticket_s_seed_i
     monkeypatch.setattr(direct, "Meeting", PrefillFound)
     door: Any = object.__new__(DecodeDoor)
     door._meetings, door._secret, door.fleet = DecodeRendezvous(4), SECRET, None
+    door.settings = SETTINGS
     parts = Parts()
     parts.plan_of(door, samples=3)
     ticket = RetainedTicket(room=5, issuer=ME, dp_rank=2, seed=77)
@@ -211,6 +216,7 @@ def test_decode_meets_prefill_for_all_samples_and_draws_with_the_ticket_s_seed_i
 
 def test_a_body_without_a_leg_is_refused_by_both_doors() -> None:
     decode: Any = object.__new__(DecodeDoor)
+    decode.settings = SETTINGS
     for door in (decode, prefill()[0]):
         with pytest.raises(BadParam, match="segue's own frontend"):
             asyncio.run(door.generation(Call(), 0.0, *read({}), None))
@@ -234,7 +240,7 @@ def test_sglang_s_endpoint_hears_of_the_rank_in_the_header_as_the_others_do() ->
         seen.append(body)
 
     door.serve, door.receive, door.generation, door.planner = serve, receive, generation, None
-    door.settings = OpenAIServerSettings(model="tiny", context_tokens=9, vocab_size=9, limits=Limits())
+    door.settings = SETTINGS
     asyncio.run(door.native({}, None, None))
     asyncio.run(door.native({"x_data_parallel_rank": "3"}, None, None))
     assert [body.routed_dp_rank for body in seen] == [1, 3]
@@ -243,7 +249,7 @@ def test_sglang_s_endpoint_hears_of_the_rank_in_the_header_as_the_others_do() ->
 
 def test_a_router_s_unknown_model_is_any_and_another_is_refused() -> None:
     door: Any = object.__new__(InstanceDoor)
-    door.settings = OpenAIServerSettings(model="tiny", context_tokens=9, vocab_size=9, limits=Limits())
+    door.settings = SETTINGS
     for name in (None, "unknown", "tiny"):
         door.check_model(name)
     for name in ("default", "", "Unknown"):

@@ -8,6 +8,7 @@ import json
 import re
 import select
 import socket
+import sys
 import threading
 import time
 import tracemalloc
@@ -21,6 +22,7 @@ import pytest
 from conftest import DEADLINE_S, FakeBackend, Running, serve
 from segue.kv.limits import Limits
 from segue.server.frontend import request_memory as memory
+from segue.server.frontend.answers import CompletionAnswer
 from segue.server.frontend.app import OpenAIServer
 from segue.server.frontend.legs import legs_of
 from segue.server.frontend.native import NativeBody, NativeSampling, as_completion, native_plan, read_native
@@ -209,8 +211,15 @@ def test_refused_bodies_are_let_go_without_the_garbage_collector(tokenizer: Mode
 
 @pytest.mark.parametrize(
     "content",
-    [b"[]," * 70_000, b'{"a":1},' * 70_000, b"1," * (MAX_WEIGHT + 1)],
-    ids=["lists", "objects", "numbers"],
+    [
+        b"[]," * 70_000,
+        b'{"a":1},' * 70_000,
+        b"1," * (MAX_WEIGHT + 1),
+        b"1.5," * 120_000,
+        b"1e5," * 120_000,
+        b"{" + b'"k":1,' * 120_000 + b'"k":1},',
+    ],
+    ids=["lists", "objects", "numbers", "fractions", "exponents", "keys"],
 )
 def test_a_body_of_more_values_than_can_be_decoded_at_once_is_refused_undecoded(
     content: bytes, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
@@ -230,6 +239,12 @@ def test_a_longer_context_may_have_more_values(tokenizer: ModelTokenizer) -> Non
     with pytest.raises(memory.RequestTooLarge):
         memory.decoded_bytes(raw, MAX_WEIGHT)
     assert memory.decoded_bytes(raw, 2 * MAX_WEIGHT) > len(raw)
+
+
+def test_a_long_text_has_few_values() -> None:
+    prose = "One sentence, as people write them, has few commas: and many letters e. " * 10_000
+    raw = body_of(0, prompt=prose)
+    assert memory.decoded_bytes(raw, MAX_WEIGHT) > len(raw)
 
 
 @pytest.mark.parametrize("text", ["plain", "\u00e9", "\u4f60", "\U0001f600"])
@@ -357,6 +372,93 @@ def test_sglang_s_streams_keep_what_they_have_said_and_are_bounded_as_whole_answ
     card = ModelCard(name="tiny", context_tokens=512, vocab_size=330)
     with pytest.raises(BadParam, match="log-probabilities"):
         native_plan(Planner(tokenizer), native, as_completion(native), card, "id")
+
+
+@pytest.mark.parametrize(
+    ("body", "n", "fits"),
+    [
+        ({"prompt": "a" * 70_000, "echo": True}, 128, False),
+        ({"prompt": "a" * 70_000, "echo": True}, 2, True),
+        ({"prompt": [5] * 12_000, "return_token_ids": True}, 128, False),
+        ({"prompt": [5] * 12_000, "return_token_ids": True, "stream": True}, 128, False),
+        ({"prompt": [5] * 12_000, "return_token_ids": True}, 2, True),
+        ({"prompt": [5] * 12_000}, 128, True),
+    ],
+    ids=["echo", "echo twice", "ids", "ids streamed", "ids twice", "neither"],
+)
+def test_the_samples_of_an_answer_repeat_a_bounded_part_of_their_prompts(
+    body: dict[str, Any], n: int, fits: bool, tokenizer: ModelTokenizer
+) -> None:
+    """128 samples that repeat a prompt of 640 KB were 80 MiB that nobody counted, and stopped everybody."""
+    backend = FakeBackend(tokenizer, context_tokens=100_000, hang_at=0)
+    with serve(backend, tokenizer) as running, ExitStack() as stack:
+        raw = msgspec.json.encode({**body, "n": n, "max_tokens": 1})
+        if not fits:
+            answer = running.post("/v1/completions", raw)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "n"
+            assert "lower n" in answer.json()["error"]["message"]
+            assert not backend.requests
+            return
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), DEADLINE_S))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        client.sendall(head.encode() + raw)
+        assert backend.reached.wait(DEADLINE_S)
+        used = running.on_loop(lambda: running.door.memory.used_bytes)
+        assert used > (n * 60_000 if len(body) > 1 else 0), "what will be repeated counts"
+
+
+def test_an_answer_that_repeats_long_prompts_is_encoded_in_a_thread(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: list[str] = []
+    whole = CompletionAnswer.whole
+
+    def noted(answer: CompletionAnswer) -> Any:
+        where.append(threading.current_thread().name)
+        return whole(answer)
+
+    monkeypatch.setattr(CompletionAnswer, "whole", noted)
+    with serve(FakeBackend(tokenizer), tokenizer) as running:
+        for text, n in (("a", 1), ("a" * 400, 100)):
+            asked = {"prompt": text, "n": n, "echo": True, "max_tokens": 0}
+            assert running.post("/v1/completions", asked).status_code == 200
+    assert [name.split("_")[0] for name in where] == ["door", "tokenize"]
+
+
+def test_tokens_become_text_in_pieces_and_up_to_the_size_of_a_body(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of 5.7 MiB whose tokens are a text of 78 MiB stopped everybody for 8 seconds."""
+    ids = tokenizer.encode("the capital of France is \u4f60\u597d \u00e9 " * 400, special=False)
+    text, most = tokenizer.decode(ids, skip_special=False), 0
+    decode = ModelTokenizer.decode
+
+    def noted(self: ModelTokenizer, ids: Any, *, skip_special: bool) -> str:
+        nonlocal most
+        most = max(most, len(ids))
+        return decode(self, ids, skip_special=skip_special)
+
+    monkeypatch.setattr(ModelTokenizer, "decode", noted)
+    with serve(FakeBackend(tokenizer), tokenizer, limits=Limits(max_body_bytes=40_000, drain_s=2)) as running:
+        assert running.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
+        longest = max(range(320), key=lambda token: len(tokenizer.token_text(token)))
+        answer = running.post("/detokenize", {"tokens": [longest] * 8000})
+        assert answer.status_code == 413
+        assert "more than 40000 characters" in answer.json()["error"]["message"]
+        assert running.on_loop(lambda: running.door.memory.used_bytes) == 0
+    assert len(ids) > 2000
+    assert most <= 512
+
+
+def test_a_thread_gives_way_to_the_event_loop_soon(tokenizer: ModelTokenizer) -> None:
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.005)
+        with serve(FakeBackend(tokenizer), tokenizer):
+            assert sys.getswitchinterval() <= 0.001
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_an_answer_counts_while_it_grows_and_ends_where_memory_does(tokenizer: ModelTokenizer) -> None:

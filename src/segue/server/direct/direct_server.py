@@ -156,7 +156,7 @@ class PrefillDoor(InstanceDoor):
         self, call: HttpCall, started: float, body: Generating, raw: bytes, make: Make[Generating]
     ) -> None:
         """See `OpenAIServer.generation`."""
-        legs = legs_of(raw)
+        legs = await self.off_loop(len(raw), partial(legs_of, raw))
         transfer = legs.transfer or {}
         if legs.bootstrap is not None:
             call.held.set(0)
@@ -226,7 +226,7 @@ class DecodeDoor(InstanceDoor):
         self, call: HttpCall, started: float, body: Generating, raw: bytes, make: Make[Generating]
     ) -> None:
         """See `OpenAIServer.generation`."""
-        legs = legs_of(raw)
+        legs = await self.off_loop(len(raw), partial(legs_of, raw))
         other: Bootstrap | RetainedTicket
         if legs.bootstrap is not None:
             other = legs.bootstrap

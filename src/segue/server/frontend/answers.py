@@ -22,6 +22,8 @@ Json = dict[str, Any]
 
 _encode = msgspec.json.Encoder().encode
 
+#: Bytes of a token id in JSON, with its comma.
+_ID_BYTES: Final = 6
 #: Stand in a template for what differs from event to event; no text of a model's name or an id is the same.
 _ANY_TEXT: Final = "\0"
 _ANY_TOKENS: Final = [-1]
@@ -75,9 +77,11 @@ class Answer(ABC):
         self.tokenizer = tokenizer
 
     @property
-    def held_chars(self) -> int:
-        """Letters of the request that the answer repeats."""
-        return 0
+    def repeated_bytes(self) -> int:
+        """About how many bytes of prompts the samples of the answer repeat."""
+        if not self.shape.token_ids:
+            return 0
+        return _ID_BYTES * sum(len(choice.sample.request.prompt) for choice in self.choices)
 
     @abstractmethod
     def chunks(self, index: int, piece: Piece) -> list[Json]:
@@ -340,9 +344,10 @@ class CompletionAnswer(TemplatedAnswer):
         self._echo_only = echo_only
 
     @property
-    def held_chars(self) -> int:
-        """See `Answer.held_chars`."""
-        return sum(map(len, self._echo or ()))
+    def repeated_bytes(self) -> int:
+        """See `Answer.repeated_bytes`."""
+        echoed = 0 if self._echo is None else sum(len(self._echo[choice.prompt]) for choice in self.choices)
+        return super().repeated_bytes + echoed
 
     def events(self, index: int, piece: Piece) -> bytes:
         if self._echo_only:  # nothing of what is generated is shown: a template would have no text

@@ -34,6 +34,7 @@ from segue.kv import (
 )
 from segue.server.frontend.backend import Backend, Generator
 from segue.server.frontend.chat import chat_prompt
+from segue.server.frontend.detokenize import decode_in_pieces
 from segue.server.frontend.generate import Meter, Piece, generate
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send, request_id_of
 from segue.server.frontend.keys import ApiKeys, KeyCheck
@@ -46,7 +47,13 @@ from segue.server.frontend.openai_types import (
     GenerateFields,
     TokenizeBody,
 )
-from segue.server.frontend.params import ModelCard, cache_salt, header_rank, waiting_order
+from segue.server.frontend.params import (
+    ModelCard,
+    cache_salt,
+    check_repeated,
+    header_rank,
+    waiting_order,
+)
 from segue.server.frontend.plan import Plan, Planner
 from segue.server.frontend.problems import BadParam, UnknownModel, error_body
 from segue.server.frontend.request_memory import (
@@ -69,6 +76,10 @@ log = logging.getLogger("segue.frontend")
 
 #: An ASGI application.
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+#: How soon a thread that weighs or decodes a body gives way to the event loop; else it keeps it waiting 5 ms
+#: at each turn.
+_SWITCH_S = 0.0005
 
 T = TypeVar("T")
 Generating = TypeVar("Generating", bound=GenerateFields)
@@ -120,6 +131,7 @@ class OpenAIServer:
         self.memory = MemoryBudget(max(32 * settings.limits.max_body_bytes, MIN_BUDGET))
         # A number of thousands of digits takes as long as thousands of others.
         sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)
+        sys.setswitchinterval(_SWITCH_S)
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
         self._in_threads = 0
         self._calls: set[HttpCall] = set()
@@ -300,6 +312,7 @@ class OpenAIServer:
         card, (priority, tenant) = self.card(), waiting_order(body, call.tenant, trusted=trusted)
         salt = cache_salt(body, call.cache_domain)
         made = await self.off_loop(len(raw), lambda: make(body, card, call.id))
+        check_repeated(made.answer.repeated_bytes)
         for sample in made.samples:
             sample.request = msgspec.structs.replace(
                 sample.request, priority=priority, tenant=tenant, cache_salt=salt
@@ -341,7 +354,7 @@ class OpenAIServer:
 
             await generate(backend, plan.samples, meter, add, budget_s=budget_s)
             raw = await self.off_loop(
-                call.held.nbytes - plan.held_bytes,
+                call.held.nbytes - plan.held_bytes + answer.repeated_bytes,
                 lambda: msgspec.json.encode(answer.whole() | more if more else answer.whole()),
                 last=True,
             )
@@ -405,17 +418,26 @@ class OpenAIServer:
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
             body, raw = await self.read(call, DetokenizeBody)
-            text = await self.off_loop(len(raw), lambda: self._text_of(body.tokens))
-            await call.answer(200, {"prompt": text})
+            answer = await self.off_loop(len(raw), lambda: self._text_of(body.tokens))
+            call.held.add(len(answer))
+            await call.answer(200, msgspec.Raw(answer))
 
         await self.serve(scope, receive, send, "detokenize", work)
 
-    def _text_of(self, tokens: list[int]) -> str:
-        size = self.settings.vocab_size
+    def _text_of(self, tokens: list[int]) -> bytes:
+        """The answer with the text of `tokens`. Raises RequestTooLarge if a body could not hold it."""
+        size, most = self.settings.vocab_size, self.settings.limits.max_body_bytes
         for token in tokens:
             if not 0 <= token < size:
                 raise BadParam(f"tokens: token {token} is not in the vocabulary of {size}", "tokens")
-        return self.tokenizer.decode(tokens, skip_special=False)
+        texts: list[str] = []
+        chars = 0
+        for text in decode_in_pieces(self.tokenizer, tokens, skip_special=False):
+            texts.append(text)
+            chars += len(text)
+            if chars > most:
+                raise RequestTooLarge(f"the text has more than {most} characters; send fewer tokens")
+        return msgspec.json.encode({"prompt": "".join(texts)})
 
     def model_object(self) -> dict[str, object]:
         card = self.card()

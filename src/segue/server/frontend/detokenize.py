@@ -7,7 +7,7 @@ and end in another, so what may be its beginning is held back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -17,6 +17,8 @@ _PATIENCE_TOKENS = 8
 _WINDOW_TOKENS = 12
 _MAX_WINDOW_TOKENS = 64
 _CONTEXT_TOKENS = 4
+#: Tokens that are decoded at once, which takes some 2 ms.
+_PIECE_TOKENS = 256
 
 
 class Decoder(Protocol):
@@ -87,6 +89,14 @@ class Detokenizer:
         self._sent = max(0, len(rest_text) - (len(text) - self._sent))
         self._window = rest
         self._clean = [b - cut for b in self._clean if b > cut]
+
+
+def decode_in_pieces(decoder: Decoder, ids: Sequence[int], *, skip_special: bool) -> Iterator[str]:
+    """The text of `ids`, bit by bit. While a tokenizer decodes, no other thread of the process runs."""
+    detokenizer = Detokenizer(decoder, skip_special=skip_special)
+    for at in range(0, len(ids), _PIECE_TOKENS):
+        yield detokenizer.feed(ids[at : at + _PIECE_TOKENS])
+    yield detokenizer.flush()
 
 
 class _Search:

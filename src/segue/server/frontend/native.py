@@ -209,6 +209,11 @@ class NativeAnswer(Answer):
         self._batch = batch
         self._so_far = [_SoFar() for _ in answer.choices]
 
+    @property
+    def repeated_bytes(self) -> int:
+        """See `Answer.repeated_bytes`."""
+        return 0
+
     def add(self, index: int, piece: Piece) -> None:
         """See `Answer.add`."""
         self._so_far[index].add(piece)

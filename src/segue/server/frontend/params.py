@@ -27,6 +27,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 100_000
 #: Log-probabilities that one answer may keep, of all samples: some 55 MiB as JSON.
 MAX_KEPT_LOGPROBS = 2**20
+#: Bytes of prompts that one answer may repeat, in all its samples.
+MAX_REPEATED_BYTES = 8 * 2**20
 MAX_CACHE_SALT = 1000
 _SEED_MASK = 2**63 - 1
 
@@ -227,6 +229,16 @@ def check_kept_logprobs(requests: Sequence[Request], *, whole: bool) -> None:
             f"logprobs: up to {kept} log-probabilities in one answer, of at most {MAX_KEPT_LOGPROBS}; "
             "lower n, max_tokens or the number of alternatives, or set stream",
             "logprobs",
+        )
+
+
+def check_repeated(nbytes: int) -> None:
+    """Raises BadParam if an answer would repeat so many bytes of prompts."""
+    if nbytes > MAX_REPEATED_BYTES:
+        raise BadParam(
+            f"n: the samples would repeat {nbytes} bytes of prompts, of at most {MAX_REPEATED_BYTES}; "
+            "lower n, or leave out echo and return_token_ids",
+            "n",
         )
 
 

@@ -13,6 +13,7 @@ import msgspec
 from segue.engine.request import RankHints, Request, SamplingParams
 from segue.server.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
 from segue.server.frontend.chat import ToolUse, chat_prompt, tool_use
+from segue.server.frontend.detokenize import decode_in_pieces
 from segue.server.frontend.generate import Sample
 from segue.server.frontend.openai_types import ChatBody, CompletionBody, GenerateFields
 from segue.server.frontend.params import (
@@ -55,7 +56,7 @@ class Plan:
         requests = [sample.request for sample in self.samples]
         tokens = sum(len(prompt) for prompt in {id(r.prompt): r.prompt for r in requests}.values())
         grammars = {id(r.sampling.grammar): r.sampling.grammar for r in requests}.values()
-        texts = self.answer.held_chars + sum(len(grammar.text) for grammar in grammars if grammar)
+        texts = self.answer.repeated_bytes + sum(len(grammar.text) for grammar in grammars if grammar)
         return SAMPLE_BYTES * len(requests) + TOKEN_BYTES * tokens + 4 * texts
 
 
@@ -194,7 +195,9 @@ class Planner:
         if isinstance(body.prompt, str):
             return [body.prompt]
         return [
-            item if isinstance(item, str) else self.tokenizer.decode(ids, skip_special=False)
+            item
+            if isinstance(item, str)
+            else "".join(decode_in_pieces(self.tokenizer, ids, skip_special=False))
             for item, ids in zip(
                 body.prompt if len(body.prompt) == len(prompts) else prompts, prompts, strict=True
             )

@@ -23,6 +23,8 @@ LOGPROB_BYTES: Final = 60
 MAX_WEIGHT: Final = 2**20
 #: A list or an object weighs as many values: it takes as long to make.
 _CONTAINER: Final = 16
+#: A key of an object, or a number that is no integer, likewise.
+_SLOW: Final = 8
 _SLICE: Final = 64 * 2**10
 
 
@@ -89,15 +91,23 @@ def decoded_bytes(raw: bytes, max_weight: int) -> int:
     texts count as well: a text with so many is longer than a context. In slices: a thread that does it lets
     the event loop run between them.
     """
-    values = containers = 0
+    values = containers = slow = 0
     for at in range(0, len(raw), _SLICE):
         end = at + _SLICE
-        values += raw.count(b",", at, end) + raw.count(b":", at, end)
+        keys = raw.count(b":", at, end)
+        here = keys + raw.count(b",", at, end)
+        values += here
+        slow += keys
+        if here > _SLICE // 64:
+            # Each number that is no integer has one of these signs. A text has many, and few commas.
+            numbers = raw.count(b".", at, end) + raw.count(b"e", at, end) + raw.count(b"E", at, end)
+            slow += min(here - keys, numbers)
         containers += raw.count(b"[", at, end) + raw.count(b"{", at, end)
-        if values + _CONTAINER * containers > max_weight:
+        if values + _SLOW * slow + _CONTAINER * containers > max_weight:
             raise RequestTooLarge(
                 f"the body has too many values: {max_weight} at most, of which a list or an object counts as "
-                f"{_CONTAINER}; send fewer prompts, messages or tools in one request"
+                f"{_CONTAINER}, a key or a number with a fraction as {_SLOW + 1}; send fewer prompts, "
+                "messages or tools in one request"
             )
     # A text with one sign beyond Latin-1 takes two to four bytes for each of its letters.
     # Searching one byte is much faster than searching two.

@@ -31,6 +31,10 @@ class ToolCall:
     arguments: str
 
 
+#: Calls that one text may hold; a text with more is none. They are made at its end, all at once.
+MAX_CALLS_READ = 256
+#: Letters by which a text is known that cannot be a call.
+_START_CHARS = 32
 #: Text, or a call that is complete.
 Part = str | ToolCall
 
@@ -94,18 +98,19 @@ class HermesParser:
 
     def __init__(self) -> None:
         self._outside = StopStrings([self._OPEN])
-        self._inside: str | None = None
+        #: of a call that has begun
+        self._inside: list[str] | None = None
+        self._end = StopStrings([self._CLOSE])
         self._after_call = False
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
         while text:
             if self._inside is not None:
-                self._inside += text
-                end = self._inside.find(self._CLOSE)
-                if end < 0:
+                self._inside.append(self._end.feed(text))
+                if not self._end.found():
                     break
-                body, text = self._inside[:end], self._inside[end + len(self._CLOSE) :]
+                body, text = "".join(self._inside), self._end.rest
                 parts += _calls(body) or [self._OPEN + body + self._CLOSE]
                 self._inside = None
                 self._after_call = True
@@ -121,7 +126,7 @@ class HermesParser:
                 if not self._outside.found():
                     break
                 text = self._outside.rest
-                self._inside = ""
+                self._inside, self._end = [], StopStrings([self._CLOSE])
         return [p for p in parts if p != ""]
 
     def finish(self) -> list[Part]:
@@ -129,7 +134,7 @@ class HermesParser:
             rest = self._outside.flush()
             return [rest] if rest else []
         # No end mark: the last call is often complete without it.
-        body, self._inside = self._inside, None
+        body, self._inside = "".join(self._inside) + self._end.flush(), None
         return list(_calls(body)) or [self._OPEN + body]
 
 
@@ -139,26 +144,33 @@ class _WholeParser:
     keep_special = False
 
     def __init__(self) -> None:
-        self._text = ""
+        self._texts: list[str] = []
+        self._start = ""
         self._plain = False
 
     def feed(self, text: str) -> list[Part]:
         if self._plain:
             return [text] if text else []
-        self._text += text
-        if self._may_be_call(self._text):
-            return []
-        self._plain = True
-        held, self._text = self._text, ""
-        return [held] if held else []
+        self._texts.append(text)
+        if len(self._start) < _START_CHARS:
+            self._start = (self._start + text).lstrip()[:_START_CHARS]
+            if not self._may_be_call(self._start):
+                self._plain = True
+                held = self._taken()
+                return [held] if held else []
+        return []
 
     def finish(self) -> list[Part]:
-        if not self._text:
-            return []
-        text, self._text = self._text, ""
-        return self._parse(text)
+        text = self._taken()
+        return self._parse(text) if text else []
 
-    def _may_be_call(self, text: str) -> bool:
+    def _taken(self) -> str:
+        text = "".join(self._texts)
+        self._texts.clear()
+        return text
+
+    def _may_be_call(self, start: str) -> bool:
+        """Whether a text may be one that begins so; of `start` at most `_START_CHARS` letters are shown."""
         raise AssertionError("each form says")
 
     def _parse(self, text: str) -> list[Part]:
@@ -171,9 +183,8 @@ class LlamaParser(_WholeParser):
     keep_special = True
     _MARK = "<|python_tag|>"
 
-    def _may_be_call(self, text: str) -> bool:
-        text = text.lstrip()
-        return text.startswith(("{", self._MARK)) or self._MARK.startswith(text)
+    def _may_be_call(self, start: str) -> bool:
+        return start.startswith(("{", self._MARK)) or self._MARK.startswith(start)
 
     def _parse(self, text: str) -> list[Part]:
         return list(_calls(text.strip().removeprefix(self._MARK))) or [text.replace(self._MARK, "")]
@@ -192,18 +203,17 @@ class MistralParser(_WholeParser):
 
     def feed(self, text: str) -> list[Part]:
         if self._before.found():
-            self._text += text
+            self._texts.append(text)
             return []
         seen = self._before.feed(text)
-        self._text = self._before.rest
+        self._texts = [self._before.rest]
         return [seen] if seen else []
 
     def finish(self) -> list[Part]:
         if not self._before.found():
             rest = self._before.flush()
             return [rest] if rest else []
-        text, self._text = self._text, ""
-        return self._parse(text)
+        return self._parse(self._taken())
 
     def _parse(self, text: str) -> list[Part]:
         calls: list[Part] = []
@@ -216,6 +226,8 @@ class MistralParser(_WholeParser):
                 calls.append(_call(named[1], arguments))
             else:
                 calls += _calls(piece)
+            if len(calls) > MAX_CALLS_READ:
+                return [self._MARK + text]
         return calls or [self._MARK + text]
 
 
@@ -227,7 +239,7 @@ class ForcedParser(_WholeParser):
         self._form = form
         self._name = name
 
-    def _may_be_call(self, text: str) -> bool:
+    def _may_be_call(self, start: str) -> bool:
         return True
 
     def _parse(self, text: str) -> list[Part]:
@@ -265,7 +277,7 @@ def _cut_calls(text: str) -> list[ToolCall]:
     decoder = json.JSONDecoder()
     calls: list[ToolCall] = []
     at = 0
-    while (head := _CALL_HEAD.match(text, at)) is not None:
+    while len(calls) < MAX_CALLS_READ and (head := _CALL_HEAD.match(text, at)) is not None:
         name = json.loads(head[1])
         try:
             arguments, end = decoder.raw_decode(text, head.end())
@@ -280,18 +292,21 @@ def _cut_calls(text: str) -> list[ToolCall]:
     return calls
 
 
+_BETWEEN_CALLS = re.compile(r"[ \t\r\n;,]*")
+
+
 def _calls(text: str) -> list[ToolCall]:
     """The calls in `text`: an object, a list, or several one after another. Empty if any is not a call."""
     decoder = json.JSONDecoder()
     calls: list[ToolCall] = []
-    rest = text.strip()
-    while rest:
+    text, at = text.strip(), 0
+    while at < len(text):
         try:
-            value, end = decoder.raw_decode(rest)
+            value, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             return []
         for item in value if isinstance(value, list) else [value]:
-            if not isinstance(item, dict):
+            if not isinstance(item, dict) or len(calls) == MAX_CALLS_READ:
                 return []
             # Some templates wrap a call as OpenAI does.
             inner = item.get("function")
@@ -300,5 +315,6 @@ def _calls(text: str) -> list[ToolCall]:
             if not isinstance(name, str):
                 return []
             calls.append(_call(name, item.get("arguments", item.get("parameters", {}))))
-        rest = rest[end:].lstrip(" \t\r\n;,")
+        separators = _BETWEEN_CALLS.match(text, end)
+        at = end if separators is None else separators.end()
     return calls
