@@ -204,7 +204,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
 
         monkeypatch.setattr(operate, "operator", operator)
         monkeypatch.setattr(operate, "tls_from_files", lambda config, _host: f"tls of {config.tls_ca}")
-        monkeypatch.setattr(operate, "told", lambda life: f"the life of {life.request_id}")
+        monkeypatch.setattr(operate, "describe_life", lambda life: f"the life of {life.request_id}")
         files = "--tls-cert c.pem --tls-key k.pem --tls-ca ca.pem"
         more = f"--registry https://10.0.0.1:1 --secret-file {secret} {files}"
         return main([*words.split(), *more.split()]), one

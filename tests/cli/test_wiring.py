@@ -72,7 +72,7 @@ class Registry:
         self.noted.order.append("registry closed")
 
 
-class Door:
+class Listener:
     """Notes when it is closed."""
 
     url = "http://127.0.0.9:81"
@@ -82,14 +82,14 @@ class Door:
         self.noted = noted
 
     async def close(self) -> None:
-        self.noted.order.append("door closed")
+        self.noted.order.append("listener closed")
 
 
 class Spans:
     def __init__(self, noted: Noted) -> None:
         self.noted = noted
 
-    def heard(self, record: object) -> None:
+    def on_record(self, record: object) -> None:
         self.noted.order.append("heard")
 
     def context(self, parent: str) -> str:
@@ -113,7 +113,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
         "traces": noted.double("traces"),
         "resolve": noted.double("resolve", Path("/models/here")),
         "tls_from_files": noted.double("tls", TLS),
-        "Doorway": noted.double("door", Door(noted)),
+        "FrontendListener": noted.double("listener", Listener(noted)),
     }.items():
         monkeypatch.setattr(frontend, name, double)
     monkeypatch.setattr(server, "run_frontend", run_frontend)
@@ -175,21 +175,21 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
     assert (fleet, metrics, given["metrics"]) == (FLEET, "the metrics", "the metrics")
     assert not stop.is_set()
     assert (more["model_folder"], more["served_model"]) == (Path("/models/here"), served)
-    assert noted.given["door"][0] == ("127.0.0.9", 81)
-    assert noted.named("door") == {"drain_s": 7.0, "keys": more["keys"], "metrics": "the metrics"}
-    assert isinstance(more["door"], Door)
+    assert noted.given["listener"][0] == ("127.0.0.9", 81)
+    assert noted.named("listener") == {"drain_s": 7.0, "keys": more["keys"], "metrics": "the metrics"}
+    assert isinstance(more["listener"], Listener)
     assert more["keys"].allow(b"Bearer hunter2")
     assert not more["keys"].allow(b"Bearer other")
     assert more["records"] is given["records"], "what the fleet notes is what the server explains"
     more["on_ready"]("http://here")
     assert ready == ["http://here"]
     if traced:
-        given["records"].heard("a record")
+        given["records"].on_record("a record")
         context = more["trace"]("parent")
         assert (context.parent, context.child) == ("parent", "child of parent")
-        assert noted.order[-3:] == ["door closed", "registry closed", "heard"]
+        assert noted.order[-3:] == ["listener closed", "registry closed", "heard"]
     else:
-        assert given["records"].heard is None
+        assert given["records"].on_record is None
         assert noted.order[-1] == "registry closed"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-import fuzz_doors
+import fuzz_endpoints
 import fuzz_http
 import fuzz_peers
 import fuzz_wire
@@ -127,9 +127,9 @@ _parts = st.builds(
 JSON = Types(text_only=True)
 _METHODS = ("GET", "PUT", "DELETE", "POST", "HEAD", "")
 _PATHS = (
-    f"v1/instances/{fuzz_doors.RECORD.incarnation}/ranks/0",
-    f"v1/instances/{fuzz_doors.RECORD.incarnation}/draining",
-    f"v1/instances/{fuzz_doors.RECORD.incarnation}",
+    f"v1/instances/{fuzz_endpoints.RECORD.incarnation}/ranks/0",
+    f"v1/instances/{fuzz_endpoints.RECORD.incarnation}/draining",
+    f"v1/instances/{fuzz_endpoints.RECORD.incarnation}",
     "v1/instances?role=decode&version=1",
     "v1/rooms/5",
     "v1/rooms/18446744073709551616",

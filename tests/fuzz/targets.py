@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fuzz_doors
+import fuzz_endpoints
 import fuzz_http
 import fuzz_peers
 import fuzz_wire
@@ -10,5 +10,5 @@ from fuzz_loop import Target
 
 TARGETS: dict[str, Target] = {
     target.name: target
-    for target in (*fuzz_wire.TARGETS, *fuzz_peers.TARGETS, *fuzz_doors.TARGETS, *fuzz_http.TARGETS)
+    for target in (*fuzz_wire.TARGETS, *fuzz_peers.TARGETS, *fuzz_endpoints.TARGETS, *fuzz_http.TARGETS)
 }

@@ -477,7 +477,7 @@ class KVManager:
         if peer is None or peer.session is not session:
             return
         if isinstance(message, PathMessage):
-            peer.told(message)
+            peer.on_path_message(message)
         elif not isinstance(message, HandoffMessage):
             session.close(TransferFailed(f"{type(message).__name__} is no message between leaders"))
         elif peer.opening is not None:

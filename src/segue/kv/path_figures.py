@@ -11,7 +11,7 @@ class PathFigures(msgspec.Struct, frozen=True, kw_only=True):
     page_s: float
     bytes_per_s: float
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """As text."""
         return f"{self.bytes_per_s / 1e9:.2f} GB/s, {self.page_s * 1e6:.0f} us a page"
 
@@ -25,9 +25,9 @@ class PathCandidate(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str = ""
     late: bool = False
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """As text."""
-        return f"{self.transport} {self.why_not if self.figures is None else self.figures.told()}"
+        return f"{self.transport} {self.why_not if self.figures is None else self.figures.describe()}"
 
 
 class PathChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class PathChoice(msgspec.Struct, frozen=True, kw_only=True):
         """The candidate that was taken."""
         return next(one for one in self.candidates if one.transport == self.transport)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """As one line."""
-        others = [one.told() for one in self.candidates if one.transport != self.transport]
-        return "; ".join([self.taken.told(), *others, *([self.slow] if self.slow else [])])
+        others = [one.describe() for one in self.candidates if one.transport != self.transport]
+        return "; ".join([self.taken.describe(), *others, *([self.slow] if self.slow else [])])

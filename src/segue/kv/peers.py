@@ -91,7 +91,7 @@ class Peer:
         self.transport = choice.transport
         self.speed = PathSpeed(choice.transport, choice=choice)
 
-    def told(self, message: PathMessage) -> None:
+    def on_path_message(self, message: PathMessage) -> None:
         """The peer's word about the choice. One that comes too late, or again, changes nothing."""
         if self.word is not None and not self.word.done():
             self.word.set_result(message)
@@ -122,7 +122,7 @@ class Compatibility:
         self._role = role
         self._kinds = kinds
         #: What was ever said of ourselves, by its bytes: one more with each transport that was withdrawn.
-        self._said: dict[bytes, LeaderInfo] = {}
+        self._introductions: dict[bytes, LeaderInfo] = {}
         #: The peers that were let in and whose sessions have not opened; at most `BETWEEN`.
         self._checked: dict[PeerInfo, PeerPlan] = {}
         self.say(info)
@@ -131,7 +131,7 @@ class Compatibility:
         """From now on peers are told this."""
         self.info = info
         self.hello = msgspec.msgpack.encode(info)
-        self._said[self.hello] = info
+        self._introductions[self.hello] = info
 
     def check_peer(self, peer: PeerInfo) -> PeerPlan:
         """See `join`; by what the peer was told, so that both sides come to the same."""
@@ -146,7 +146,7 @@ class Compatibility:
         return self._checked.pop(peer, None) or self._join(peer)
 
     def _join(self, peer: PeerInfo) -> PeerPlan:
-        return join(self._role, self._said.get(peer.told, self.info), peer, self._kinds)
+        return join(self._role, self._introductions.get(peer.sent, self.info), peer, self._kinds)
 
 
 def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = KINDS) -> PeerPlan:

@@ -200,7 +200,7 @@ class TransportNegotiation:
                 peer.speed.choice = choice
         doubtful = choice.slow or any(one.late for one in choice.candidates)
         level = logging.WARNING if figures is None or doubtful else logging.INFO
-        said = (peer.session.peer.leader, choice.transport, choice.told())
+        said = (peer.session.peer.leader, choice.transport, choice.describe())
         log.log(level, "path chosen peer=%s transport=%s: %s", *said)
 
     # ---- decode ------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ def test_decode_lets_prefill_measure_follows_its_choice_and_fences_whatever_come
     async def test(rig: Rig) -> None:
         if not ready:
             rig.ranks.breaks["admit"] = OutOfCapacity("no grant is free")
-        rig.peer.told(PathChosen("second"))
+        rig.peer.on_path_message(PathChosen("second"))
         await rig.opening.open(rig.peer)
         writer = RankId(PEER, 0)
         assert rig.of("admit") == [(["first", "second"], writer, 77)]
@@ -323,7 +323,7 @@ def test_decode_follows_no_choice_that_there_is_not_and_fences_all_the_same(
         if word is None:
             rig.opening._limits = Limits(connect_s=0.01)
         else:
-            rig.peer.told(word)
+            rig.peer.on_path_message(word)
         with pytest.raises(SegueError) as caught:
             await rig.opening.open(rig.peer)
         assert isinstance(caught.value, PeerLost if word is None else TransferFailed)

@@ -101,7 +101,7 @@ def chosen(
         choice = choice_of(prefill, decode)
         assert choice is not None
         assert transports_of(prefill, decode) == (choice.transport, choice.transport)
-        assert f"transport={choice.transport}: {choice.told()}" in line.getMessage()
+        assert f"transport={choice.transport}: {choice.describe()}" in line.getMessage()
         assert [one.transport for one in choice.candidates] == list(here())
         assert_at_rest(prefill)
         assert_at_rest(decode)
@@ -154,7 +154,7 @@ def test_one_that_fails_stops_no_other_and_one_that_is_late_is_measured_again_an
     assert choice.transport == late
     for one in choice.candidates:
         assert (one.figures is None) == (one.transport == broken)
-    assert f"{broken} it opens no path today" in choice.told()
+    assert f"{broken} it opens no path today" in choice.describe()
 
 
 def needs(name: str) -> None:

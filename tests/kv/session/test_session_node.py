@@ -573,8 +573,8 @@ def test_what_a_side_says_of_itself_is_one_thing_in_a_session_whatever_comes_mea
             for _ in range(2):
                 session = await dialler.connect(*address, timeout_s=DEADLINE_S)
                 await here.wait("opened", len(there.of("opened")))
-                assert session.peer.told == here.sessions[-1].peer.hello
-                assert session.peer.hello == here.sessions[-1].peer.told
+                assert session.peer.sent == here.sessions[-1].peer.hello
+                assert session.peer.hello == here.sessions[-1].peer.sent
                 session.close()
                 await here.wait("closed", len(there.of("opened")))
         assert (here.asked, there.asked) == (2, 2)

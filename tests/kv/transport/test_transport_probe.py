@@ -161,7 +161,7 @@ def test_pairs_that_ask_at_once_what_this_host_can_do_measure_it_once(
 def test_a_choice_is_one_line() -> None:
     left_out = PathCandidate(transport="nixl", why_not="is not offered by both")
     choice = PathChoice(transport="tcp", candidates=[candidate("shm", 1), candidate("tcp", 2), left_out])
-    assert choice.told() == (
+    assert choice.describe() == (
         "tcp 2.00 GB/s, 100 us a page; shm 1.00 GB/s, 100 us a page; nixl is not offered by both"
     )
 

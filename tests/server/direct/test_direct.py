@@ -53,7 +53,7 @@ def _at_rest(pair: Deployment) -> Iterator[None]:
     pair.assert_comes_to_rest()
     for role in (Role.PREFILL, Role.DECODE):
         until = time.monotonic() + 60
-        while any((held := of(pair, role)._door.tables()).values()):  # type: ignore[union-attr]
+        while any((held := of(pair, role)._direct_server.tables()).values()):  # type: ignore[union-attr]
             assert time.monotonic() < until, held
 
 
@@ -442,10 +442,10 @@ def test_what_nobody_comes_for_ends_with_its_ticket_and_is_a_metric(
 ) -> None:
     scheduler = of(pair, Role.PREFILL).scheduler
     assert isinstance(scheduler, PrefillScheduler)
-    door = of(pair, Role.PREFILL)._door
-    assert door is not None
-    assert door.door is not None
-    server = door.door
+    lazy = of(pair, Role.PREFILL)._direct_server
+    assert lazy is not None
+    server = lazy.server
+    assert server is not None
     settings = server.settings
     kept = [f'segue_instance_table{{table="{name}"}} 1.0' for name in ("retained_prompts", "door_tickets")]
 
@@ -453,15 +453,15 @@ def test_what_nobody_comes_for_ends_with_its_ticket_and_is_a_metric(
         for budget_s in (0.5, 5.0, 50.0):  # the longer ones if it is over before it has been looked at
             limits = msgspec.structs.replace(settings.limits, request_budget_s=budget_s)
             patch.setattr(server, "settings", dataclasses.replace(settings, limits=limits))
-            before = door.counts()["door_abandoned"]
+            before = lazy.counts()["door_abandoned"]
             answer = await legs.prefill_first(ASK | {"seed": 77})
             text = (await legs.client.get(legs.prefill + "/metrics")).text
-            await until(lambda: not (len(scheduler.retained) or door.counts()["door_tickets"]))
+            await until(lambda: not (len(scheduler.retained) or lazy.counts()["door_tickets"]))
             if all(line in text for line in kept):
                 break
         else:
             pytest.fail(text)
-        await until(lambda: door.counts()["door_abandoned"] == before + 1)  # after the ticket, by its thread
+        await until(lambda: lazy.counts()["door_abandoned"] == before + 1)  # after the ticket, by its thread
         params = answer.json()["kv_transfer_params"]
         late = await legs.one(legs.decode, ASK | {"kv_transfer_params": params})
         assert code(late) == "400 INVALID_REQUEST"

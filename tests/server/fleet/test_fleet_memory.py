@@ -143,8 +143,8 @@ def test_a_replica_is_offered_with_what_it_says_and_what_was_sent_there() -> Non
 # ---- sessions ----------------------------------------------------------------------------------------
 
 
-class Doorman:
-    """The door of a decode instance."""
+class Legs:
+    """Notes the answers about prefill legs."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, LeaderId, Any]] = []
@@ -156,15 +156,15 @@ class Doorman:
         self.heard.append(("lost", replica.leader, error))
 
 
-def test_the_door_hears_of_the_doors_of_others_and_of_the_end_of_their_sessions() -> None:
+def test_a_rendezvous_gets_the_answers_of_prefill_and_the_end_of_its_sessions() -> None:
     async def test(rig: Rig) -> None:
-        door = Doorman()
-        rig.fleet.membership._door = door
+        rendezvous = Legs()
+        rig.fleet.membership._rendezvous = rendezvous
         p = await rig.add(Role.PREFILL)
         p.session.send(PrefillFound(room=7, dp_rank=2))
         p.session.close(PeerLost("it leaves"))
         await rig.until(lambda: not rig.fleet.router.usable(Role.PREFILL))
-        (met, at, message), (lost, where, error) = door.heard
+        (met, at, message), (lost, where, error) = rendezvous.heard
         assert (met, at, message) == ("met", p.node.me, PrefillFound(room=7, dp_rank=2))
         assert (lost, where, error.info.peer) == ("lost", p.node.me, f"prefill {p.node.me}")
 

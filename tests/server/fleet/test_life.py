@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from segue.kv.errors import ErrorCode, ErrorInfo
-from segue.server.fleet.life import HTTP, life_of, told
+from segue.server.fleet.life import HTTP, describe_life, life_of
 from segue.server.messages.records import RequestRecord, Step
 
 
@@ -47,7 +47,9 @@ def test_a_life_as_text_says_who_when_and_why_and_who_is_silent() -> None:
         facts={"pages": 4},
         ended=False,
     )
-    text = told(life_of("r", [parts, [instance], [record("prefill a", 1.0, "r-9")]], ["decode c: left"]))
+    text = describe_life(
+        life_of("r", [parts, [instance], [record("prefill a", 1.0, "r-9")]], ["decode c: left"])
+    )
     assert text.splitlines() == [
         "request r",
         "",

@@ -354,7 +354,7 @@ def test_an_open_door_is_told_of_and_only_prefill_s_has_rooms(
     role: Role, settings: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with instance(role, **settings) as made:
-        made._make_door(None)  # type: ignore[arg-type]
+        made._make_direct_server(None)  # type: ignore[arg-type]
         assert ("without an API key" in caplog.text) is warns
         assert (made.frontends.rooms is not None) is (role is Role.PREFILL)
 
@@ -414,13 +414,13 @@ def test_the_other_ranks_leave_with_an_instance_unless_it_serves_on_in_another_r
         closed.append("no listener")
 
     with instance() as made:
-        for name in ("workers", "companions", "_publisher"):
+        for name in ("workers", "expert_peers", "_publisher"):
             close = partial(closed.append, name)
             setattr(made, name, SimpleNamespace(close=close, stop_listening=keeps_no_listener))
         made.next_config = made.config if switched else None
         made.failure = Internal("a bug") if failed else None
         made.close()
-        assert closed == [*(["workers", "companions"] if left else ["no listener"]), "_publisher"]
+        assert closed == [*(["workers", "expert_peers"] if left else ["no listener"]), "_publisher"]
 
 
 def test_what_one_frontend_is_told_of_the_cache_is_not_published_to_all() -> None:
@@ -437,7 +437,7 @@ def test_what_one_frontend_is_told_of_the_cache_is_not_published_to_all() -> Non
 def test_an_instance_that_shares_experts_says_so() -> None:
     with instance() as made:
         assert not made._record().shared_experts
-        made.companions = object()  # type: ignore[assignment]
+        made.expert_peers = object()  # type: ignore[assignment]
         assert made._record().shared_experts
 
 
@@ -450,7 +450,7 @@ class Life:
     made: list[Life]
     starts = True
     fails: SegueError | None = None
-    companions: object | None = None
+    expert_peers: object | None = None
     switches: list[InstanceConfig]
 
     def __init__(
@@ -543,7 +543,7 @@ def test_a_signal_before_the_start_or_between_two_lives_is_not_lost(lives: type[
     early.run(lambda _: pytest.fail("it has left"))
     assert Life.made[0].steps == ["drain", "close"]
     Life.made.clear()
-    lives.companions = object()  # which compute with it until all of them are done
+    lives.expert_peers = object()  # which compute with it until all of them are done
     together = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
     together.drain()
     together.run(lambda _: None)
@@ -554,7 +554,7 @@ def test_a_signal_before_the_start_or_between_two_lives_is_not_lost(lives: type[
     alone.run(lambda _: pytest.fail("it has not registered"))
     assert Life.made[0].steps == ["start", "run", "close"], "it tells them that it is done"
     lives.starts = True
-    lives.companions = None
+    lives.expert_peers = None
     Life.made.clear()
     Life.switches = [AS_PREFILL]
     between = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]

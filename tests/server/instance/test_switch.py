@@ -71,7 +71,7 @@ class Switchable:
     """One leader of an instance in a thread of its own, as `segue prefill` runs it in a process."""
 
     def __init__(
-        self, role: Role, registry: str, companions: ExpertPeers | None = None, **of_dp: Any
+        self, role: Role, registry: str, expert_peers: ExpertPeers | None = None, **of_dp: Any
     ) -> None:
         engine, memory = lineage_engine()
         self._engine, self._memory = engine, memory
@@ -85,7 +85,7 @@ class Switchable:
             engine=ModelConfig(page_tokens=engine.spec.page_tokens),
             **of_dp,
         )
-        self.turns = RoleLifecycle(config, OpenedReplica(engine, memory, companions=companions))
+        self.turns = RoleLifecycle(config, OpenedReplica(engine, memory, expert_peers=expert_peers))
         self.served: list[Instance] = []
         self.ready = threading.Event()
         self.thread = threading.Thread(target=self.turns.run, args=(self._ready,))

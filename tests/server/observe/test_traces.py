@@ -62,7 +62,7 @@ def record(**more: Any) -> RequestRecord:
 
 def test_a_collector_gets_the_record_and_its_steps_below_the_clients_span(collector: Queue) -> None:
     exporter = made()
-    exporter.heard(record(traceparent=PARENT, error=Internal("broken").info))
+    exporter.on_record(record(traceparent=PARENT, error=Internal("broken").info))
     exporter.close()
     about, found = spans(collector)
     assert about["service.name"] == "segue-test"
@@ -100,7 +100,7 @@ def test_a_span_of_our_own_stands_between_the_client_and_the_workers(collector: 
         traceparent=PARENT,
         span=own,
     )
-    exporter.heard(http_record)
+    exporter.on_record(http_record)
     exporter.close()
     _, found = spans(collector)
     assert found["segue.http"].span_id.hex() == own.split("-")[2]
@@ -112,9 +112,9 @@ def test_what_is_not_sampled_or_not_traced_is_not_exported(
 ) -> None:
     exporter = made()
     assert exporter.context(PARENT[:-1] + "0").endswith("-00")
-    exporter.heard(record(traceparent=PARENT[:-1] + "0"))
-    exporter.heard(record())
-    exporter.heard(record(traceparent="nonsense"))
+    exporter.on_record(record(traceparent=PARENT[:-1] + "0"))
+    exporter.on_record(record())
+    exporter.on_record(record(traceparent="nonsense"))
     exporter.close()
     assert collector.empty()
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
@@ -175,11 +175,11 @@ def test_a_record_s_span_is_at_its_time_on_the_wall_and_its_steps_follow_one_ano
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     began = time.monotonic() - 60.0
     exporter = made()
-    exporter.heard(msgspec.structs.replace(record(traceparent=PARENT, attempt=2), began=began))
+    exporter.on_record(msgspec.structs.replace(record(traceparent=PARENT, attempt=2), began=began))
     http_record = RequestRecord(
         request_id="r", where="frontend http", role="http", began=began, seconds=1.0, traceparent=PARENT
     )
-    exporter.heard(http_record)
+    exporter.on_record(http_record)
     exporter.close()
     about, found = spans(collector)
     assert about["service.name"] == "mine"

@@ -500,7 +500,7 @@ def test_a_rank_leaves_alone_and_what_it_registered_after_a_restart_is_complete(
         await ranks[0].leave(LeaderId(A, 0))
         assert [r.dp_rank for i in await soon(anext(watch)) for r in i.replicas] == [1]
         await keeping[0]
-        assert ranks[1]._mine[A].complete
+        assert ranks[1]._own[A].complete
         await restarts.stop()
         await restarts.start()
         stranger = RegistryClient(url, secret=SECRET, limits=LIMITS)

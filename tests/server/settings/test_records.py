@@ -58,6 +58,6 @@ def test_a_path_that_never_ends_is_bounded() -> None:
 
 def test_whoever_listens_hears_each_once() -> None:
     heard: list[RequestRecord] = []
-    records = Records(heard=heard.append)
+    records = Records(on_record=heard.append)
     records.put(record("a"))
     assert heard == [record("a")]

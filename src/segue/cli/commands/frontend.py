@@ -23,7 +23,7 @@ from segue.kv import ConfigError, SegueError
 from segue.kv.session import Tls, awaited, background, tls_from_files
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
-from segue.server.frontend.doorway import Doorway
+from segue.server.frontend.frontend_listener import FrontendListener
 from segue.server.frontend.keys import ApiKeys, read_keys
 from segue.server.frontend.trace_context import TraceContext, passed_on
 from segue.server.instance.gc import frozen_imports
@@ -51,13 +51,15 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline:
     try:
         async with _signals(supervised=lifeline.supervised) as stop, contextlib.AsyncExitStack() as closing:
             metrics = Metrics()
-            door = Doorway(config.host, config.port, drain_s=limits.drain_s, keys=keys, metrics=metrics)
-            closing.push_async_callback(door.close)
-            log.info("event=listening url=%s", door.url)
+            listener = FrontendListener(
+                config.host, config.port, drain_s=limits.drain_s, keys=keys, metrics=metrics
+            )
+            closing.push_async_callback(listener.close)
+            log.info("event=listening url=%s", listener.url)
             imported = _in_thread(_import_server)
             try:
                 return await _serve(
-                    config, keys, registry, tls, metrics, door, imported, stop, on_ready, lifeline
+                    config, keys, registry, tls, metrics, listener, imported, stop, on_ready, lifeline
                 )
             except SegueError:
                 await asyncio.wait({imported})  # no process may end while a thread of it imports
@@ -72,7 +74,7 @@ async def _serve(
     registry: RegistryClient,
     tls: Tls | None,
     metrics: Metrics,
-    door: Doorway,
+    listener: FrontendListener,
     imported: asyncio.Future[ModuleType],
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
@@ -83,17 +85,17 @@ async def _serve(
     with contextlib.ExitStack() as closing:
         records, spans = Records(), traces(os.environ, "segue-frontend")
         if spans is not None:
-            records.heard = spans.heard
+            records.on_record = spans.on_record
             closing.callback(spans.close)
         model, name = config.model, config.served_model_name
         if model is None or name is None:
-            door.reason = "the frontend is waiting for an instance, which says what is served"
+            listener.reason = "the frontend is waiting for an instance, which says what is served"
             record = await _first_record(registry, stop)
             if record is None:
                 return imported.done()
             model = model or record.source or record.served_model
             name = name or record.served_model
-        door.reason = f"the frontend is looking for the tokenizer of {name}"
+        listener.reason = f"the frontend is looking for the tokenizer of {name}"
         try:
             folder = await asyncio.to_thread(
                 partial(resolve, model, config.cache, config.revision, weights=False)
@@ -104,7 +106,7 @@ async def _serve(
             raise ConfigError(
                 f"the instances serve {model}, whose tokenizer is not known here; give --model PATH"
             ) from exc
-        door.reason = "the frontend is loading the tokenizer"
+        listener.reason = "the frontend is loading the tokenizer"
         if not await _before(imported, stop):
             return False
         server = imported.result()
@@ -132,7 +134,7 @@ async def _serve(
             keys=keys,
             records=records,
             trace=trace,
-            door=door,
+            listener=listener,
             on_ready=on_ready,
         )
         return True

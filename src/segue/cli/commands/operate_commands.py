@@ -13,7 +13,7 @@ from segue.cli import flags
 from segue.cli.commands.operate_flags import seconds
 from segue.kv import LeaderId, Limits, NotFound, Role
 from segue.kv.session import tls_from_files
-from segue.server.fleet.life import told
+from segue.server.fleet.life import describe_life
 from segue.server.fleet.operator import Operator, Row, operator
 from segue.server.messages.operate import PairStatus, Status
 from segue.server.messages.records import MAX_RECORDS, MAX_RECORDS_BYTES
@@ -52,7 +52,7 @@ async def _explain(config: OperatorConfig, request_id: str, *, as_json: bool) ->
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(life)).decode())
     elif life.parts:
-        print(told(life))
+        print(describe_life(life))
     if not life.parts:
         unasked = f"; without an answer: {'; '.join(life.silent)}" if life.silent else ""
         raise NotFound(
@@ -124,7 +124,7 @@ def chosen(joined: Mapping[tuple[str, str], PairStatus]) -> list[str]:
     """Of each pair whose transport a probe has chosen: what it measured of that one, and of the others."""
     choices = {names: pair.choice for names, pair in sorted(joined.items(), key=lambda item: item[0])}
     return [
-        f"{prefill} to {decode}: {choice.told()}"
+        f"{prefill} to {decode}: {choice.describe()}"
         for (prefill, decode), choice in choices.items()
         if choice is not None and choice.candidates
     ]

@@ -20,7 +20,7 @@ class PeerInfo:
     """The peer of a session, as proven in the handshake: its `leader` and `role`, and the `address`
     (`host:port`) that it was reached at or that it advertises.
 
-    `hello` is the payload that the peer sent (msgpack bytes that the session does not interpret), `told` the
+    `hello` is the payload that the peer sent (msgpack bytes that the session does not interpret), `sent` the
     one that we sent.
     """
 
@@ -28,7 +28,7 @@ class PeerInfo:
     role: Role
     address: str
     hello: bytes
-    told: bytes = b""
+    sent: bytes = b""
 
 
 class Session(Protocol):

@@ -122,7 +122,7 @@ class Connection(asyncio.BufferedProtocol):
         self._owner = owner
         self._loop = loop
         self._peer: PeerInfo | None = None
-        self._told: bytes | None = None
+        self._sent_hello: bytes | None = None
         self._end: asyncio.Future[None] | None = None
         self.wire = Wire(loop)
         self._closed_due = False
@@ -355,9 +355,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _introduction(self) -> bytes:
         """What we say of ourselves, which is one thing in a session."""
-        if self._told is None:
-            self._told = self._ask("introduce itself", self.handler.hello)
-        return self._told
+        if self._sent_hello is None:
+            self._sent_hello = self._ask("introduce itself", self.handler.hello)
+        return self._sent_hello
 
     def _send_welcome(self) -> None:
         payload = self._introduction()
@@ -375,7 +375,7 @@ class Connection(asyncio.BufferedProtocol):
             role=hello.role,
             address=self.place or self.wire.address,
             hello=welcome.payload,
-            told=self._introduction(),
+            sent=self._introduction(),
         )
         self._ask("judge its peer", self.handler.accept, self._peer)
         if self.dialling:

@@ -38,8 +38,8 @@ FIND_S = 2.0
 
 
 class DecodeRendezvous:
-    """The meetings of one decode door; what prefill doors say reaches them
-    (`server.fleet.membership.Door`)."""
+    """The meetings of one decode instance; answers of prefill instances reach them
+    (`server.fleet.membership.RendezvousHandler`)."""
 
     def __init__(self, limit: int) -> None:
         #: decode legs whose prefill leg did not come
@@ -67,12 +67,12 @@ class DecodeRendezvous:
             del self._open[meeting.room]
 
     def met(self, replica: Replica, message: PrefillFound) -> None:
-        """See `Door`."""
+        """See `RendezvousHandler`."""
         if (meeting := self._open.get(message.room)) is not None:
             meeting.answered(replica, message)
 
     def lost(self, replica: Replica, error: SegueError) -> None:
-        """See `Door`."""
+        """See `RendezvousHandler`."""
         for meeting in list(self._open.values()):
             meeting.lost(replica, error)
 
@@ -190,10 +190,10 @@ class Meeting:
             )
         return BootstrapUnreachable(text, phase="placement", origin="decode's door")
 
-    # ---- what prefill's door says ---------------------------------------------------------------
+    # ---- the answer of prefill ---------------------------------------------------------------
 
     def answered(self, replica: Replica, message: PrefillFound) -> None:
-        """The door of `replica` has the leg, or had it."""
+        """`replica` has the leg, or had it."""
         if self._over or replica not in self._asked:
             return  # once the leg is found its holder alone counts: another may say that it has no room
         if message.error is not None and message.elsewhere:

@@ -1,7 +1,7 @@
 """Direct mode: instances behind other people's routers, each answering its leg of a request over HTTP.
 
-The server is the frontend's own. It places each request as a frontend does: decode's door on a prefill
-instance and on its own, prefill's door on its own alone. What differs is who chooses the pair (the router)
+The server is the frontend's own. It places each request as a frontend does: decode's server on a prefill
+instance and on its own, prefill's server on its own alone. What differs is who chooses the pair (the router)
 and what prefill answers.
 """
 
@@ -40,8 +40,9 @@ Make = Callable[[Generating, ModelCard, str], Plan]
 
 
 class OwnAndPrefill:
-    """What the registry lists, as far as a door needs it: its own instance and, of decode, every prefill
-    instance. To prefill's door its own leaders are unified ones: they get a request and nobody else does."""
+    """What the registry lists, as far as a server in direct mode needs it: its own instance and, of decode,
+    every prefill instance. To prefill's server its own leaders are unified ones: they get a request and
+    nobody else does."""
 
     def __init__(self, registry: InstanceWatch, me: Incarnation) -> None:
         self._registry = registry
@@ -59,7 +60,7 @@ class OwnAndPrefill:
                 yield [*shown, own] if own is not None else shown
 
 
-class InstanceDoor(OpenAIServer):
+class DirectServer(OpenAIServer):
     """The HTTP server of an instance that a router asks. As it is here, that of a unified instance."""
 
     def __init__(
@@ -120,7 +121,7 @@ class InstanceDoor(OpenAIServer):
         await call.answer(200, {"token_ids": prompt, "count": len(prompt)})
 
     def own(self) -> list[Replica]:
-        """The DP ranks of this instance that this door has a session with."""
+        """The DP ranks of this instance that this server has a session with."""
         there = self.fleet.membership.replicas.values()
         return [r for r in there if r.leader.incarnation == self.me.incarnation and r.session is not None]
 
@@ -143,7 +144,7 @@ class InstanceDoor(OpenAIServer):
                 replica.session.send(FlushCache())
 
 
-class PrefillDoor(InstanceDoor):
+class PrefillDirectServer(DirectServer):
     """Of a prefill instance. In SGLang's style it answers when prefill's part is done; in vLLM's it computes
     the prompt and answers with a ticket for what it retains."""
 
@@ -209,7 +210,7 @@ class PrefillDoor(InstanceDoor):
                 await self.run(call, plan, started, self.backend, {"kv_transfer_params": answer})
 
 
-class DecodeDoor(InstanceDoor):
+class DecodeDirectServer(DirectServer):
     """Of a decode instance: it gets the answer of the whole request, from whichever prefill instance has the
     other leg or made the ticket."""
 
@@ -219,7 +220,7 @@ class DecodeDoor(InstanceDoor):
         self._secret = secret
 
     def sizes(self) -> dict[str, int]:
-        """See `InstanceDoor.sizes`."""
+        """See `DirectServer.sizes`."""
         return {**super().sizes(), **self._meetings.sizes()}
 
     async def generation(

@@ -128,7 +128,7 @@ class PrefillRendezvous:
             room.session.send(PrefillFound(room=number, error=error.info))
             self._forget(number)
 
-    # ---- decode's leg (its door's session) ------------------------------------------------------
+    # ---- decode's leg (the session of its server) ------------------------------------------------------
 
     def meet(self, session: Session, message: FindPrefill) -> None:
         """Decode's leg of a room is there, or a ticket is shown."""
@@ -178,7 +178,7 @@ class PrefillRendezvous:
                 room.leg.set_exception(message.error.exception())
 
     def closed(self, session: Session, error: SegueError) -> None:
-        """The session of a decode door has ended: so has what it asked for."""
+        """The session of a decode instance's server has ended: so has what it asked for."""
         for number, room in list(self._rooms.items()):
             if room.session is session:
                 self.over(session, Done(room=number, error=error.info))

@@ -31,7 +31,7 @@ from segue.server.balance.policy import RandBelow
 from segue.server.balance.prefix_index import PrefixIndex
 from segue.server.fleet.call import Call, Parts, Signal
 from segue.server.fleet.fleet_settings import FleetSettings
-from segue.server.fleet.membership import Door, Membership
+from segue.server.fleet.membership import Membership, RendezvousHandler
 from segue.server.fleet.retry_after import RetryAfter
 from segue.server.fleet.router import Router
 from segue.server.messages.records import MAX_FOUND, Records, RequestRecord, matcher
@@ -64,7 +64,7 @@ class Fleet:
         tls: Tls | None = None,
         records: Records | None = None,
         runtime: FleetRuntime | None = None,
-        door: Door | None = None,
+        rendezvous: RendezvousHandler | None = None,
     ) -> None:
         runtime = runtime or FleetRuntime()
         self.limits = limits
@@ -84,7 +84,7 @@ class Fleet:
             me=runtime.me,
             make_node=runtime.node,
             uniform=runtime.uniform,
-            door=door,
+            rendezvous=rendezvous,
             index=index,
         )
         self.router = Router(self.membership.replicas, settings, runtime.randbelow, index)

@@ -57,7 +57,7 @@ def life_of(request_id: str, known: Sequence[Sequence[RequestRecord]], silent: l
     return Life(request_id, parts, silent)
 
 
-def told(life: Life) -> str:
+def describe_life(life: Life) -> str:
     """A life as text: a paragraph for each record, a line for each of its steps. Times are milliseconds since
     the request's arrival."""
     lines = [f"request {life.request_id}"]

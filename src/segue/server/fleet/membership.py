@@ -27,11 +27,11 @@ log = logging.getLogger("segue.fleet")
 SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
 
 
-class Door(Protocol):
-    """The HTTP door of a decode instance, for which prefill instances look whether a prefill leg is there."""
+class RendezvousHandler(Protocol):
+    """Hears the answers of prefill instances about the prefill legs of a decode instance in direct mode."""
 
     def met(self, replica: Replica, message: PrefillFound) -> None:
-        """What the door of `replica` says."""
+        """The answer of `replica`."""
         ...
 
     def lost(self, replica: Replica, error: SegueError) -> None:
@@ -43,9 +43,9 @@ class Membership:
     """The replicas of the fleet, and the handler of the sessions to their leaders.
 
     `replicas` is its table, for others to read. `changed` is called whenever it changed in what placement
-    looks at, `explain` says what is known of a request, `door` hears what doors of prefill instances say,
-    `index` what prefix caches hold. `make_node` and `uniform` take the place of the network and of chance in
-    a simulation.
+    looks at, `explain` says what is known of a request, `rendezvous` hears the answers of prefill instances
+    about legs, `index` what prefix caches hold. `make_node` and `uniform` take the place of the network and
+    of chance in a simulation.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Membership:
         me: LeaderId | None = None,
         make_node: Callable[..., SessionNode] = SessionNode,
         uniform: Uniform = random.uniform,
-        door: Door | None = None,
+        rendezvous: RendezvousHandler | None = None,
         index: PrefixIndex | None = None,
     ) -> None:
         self._index = index
@@ -75,7 +75,7 @@ class Membership:
         self._changed = changed
         self._explain = explain
         self._uniform = uniform
-        self._door = door
+        self._rendezvous = rendezvous
         self._dialers: dict[LeaderId, Dialer] = {}
         self._watch: asyncio.Task[None] | None = None
         self._node = make_node(
@@ -228,8 +228,8 @@ class Membership:
         elif isinstance(message, Prefixes) and self._index is not None:
             if not self._index.heard(peer.leader, message):
                 session.send(FollowPrefixes())
-        elif isinstance(message, PrefillFound) and self._door is not None:
-            self._door.met(replica, message)
+        elif isinstance(message, PrefillFound) and self._rendezvous is not None:
+            self._rendezvous.met(replica, message)
 
     def closed(self, session: Session, error: SegueError) -> None:
         replica = self.replicas.get(session.peer.leader)
@@ -244,8 +244,8 @@ class Membership:
         # Exactly its requests fail, with this error.
         for sink in list(replica.running.values()):
             sink.lost(replica, error.info.exception().at(peer=replica.name))
-        if self._door is not None:
-            self._door.lost(replica, error.info.exception().at(peer=replica.name))
+        if self._rendezvous is not None:
+            self._rendezvous.lost(replica, error.info.exception().at(peer=replica.name))
         self._retire(replica)
         self._count()
         self._changed()

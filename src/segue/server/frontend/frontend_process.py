@@ -14,7 +14,7 @@ from segue.kv import ConfigError
 from segue.kv.session import awaited, background, is_loopback
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.backend import Backend
-from segue.server.frontend.doorway import Doorway
+from segue.server.frontend.frontend_listener import FrontendListener
 from segue.server.frontend.keys import ApiKeys
 from segue.server.frontend.ready import keep_proving
 from segue.server.frontend.sampling_defaults import OPENAI, of_model
@@ -38,23 +38,25 @@ async def run_frontend(
     keys: ApiKeys,
     records: Records | None = None,
     trace: Callable[[str], TraceContext] = passed_on,
-    door: Doorway | None = None,
+    listener: FrontendListener | None = None,
     on_listening: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve what `backend` generates until `stop` is set, then drain: new requests get 503, running ones
-    have `--drain-s`. Starts `backend` and closes it; `metrics` and `records` are the process's, `trace`
-    makes a request's trace context of the client's. `model_folder` holds the tokenizer and `config.json`.
-    Without `keys` everybody who can reach the port may ask. `door` is the port if it is open already; it is
+    """Serve what `backend` generates until `stop` is set, then drain: new requests get 503, running ones have
+    `--drain-s`. Starts `backend` and closes it; `metrics` and `records` are the process's, `trace` makes a
+    request's trace context of the client's. `model_folder` holds the tokenizer and `config.json`. Without
+    `keys` everybody who can reach the port may ask. `listener` is the port if it is open already; it is
     closed at the end.
 
     `on_listening` and `on_ready` are called once with the URL: when requests are placed, and when the first
     canary has succeeded. Raises ConfigError before anything is served. Cancelling ends at once.
     """
     drain_s = config.limit.drain_s
-    door = door or Doorway(config.host, config.port, drain_s=drain_s, keys=keys, metrics=metrics)
+    listener = listener or FrontendListener(
+        config.host, config.port, drain_s=drain_s, keys=keys, metrics=metrics
+    )
     try:
-        door.reason = "the frontend is loading the tokenizer"
+        listener.reason = "the frontend is loading the tokenizer"
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, model_folder)
         log.info("event=tokenizer_loaded folder=%s", model_folder)
         context_tokens, vocab_size = model_bounds(model_folder, tokenizer)
@@ -71,17 +73,17 @@ async def run_frontend(
         )
         api = OpenAIServer(backend, tokenizer, settings, metrics, records, trace)
     except BaseException:
-        await door.close()
+        await listener.close()
         raise
     if not keys and not is_loopback(config.host):
         log.warning(
             "--host %s without an API key: everybody who can reach port %s may use this server; "
             "give --api-key-file",
             config.host,
-            door.url.rpartition(":")[2],
+            listener.url.rpartition(":")[2],
         )
-    door.open(build_app(api, keys))
-    url = door.url
+    listener.open(build_app(api, keys))
+    url = listener.url
     backend.start()
     canary = tokenizer.encode("Hello", special=True)[:8] or [0]
     proving = awaited(keep_proving(backend, canary), name="canary")
@@ -94,7 +96,7 @@ async def run_frontend(
         if on_listening is not None:
             on_listening(url)
         # A server or a canary loop that dies takes the process with it: a dead part is not hidden.
-        ends: set[asyncio.Future[Any]] = {door.serving, proving, stopping, unannounced}
+        ends: set[asyncio.Future[Any]] = {listener.serving, proving, stopping, unannounced}
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopping}:
             task.result()
@@ -104,7 +106,7 @@ async def run_frontend(
             task.cancel()
         await asyncio.gather(proving, announcing, stopping, return_exceptions=True)
         await backend.close()
-        await door.close()
+        await listener.close()
         api.close()
 
 

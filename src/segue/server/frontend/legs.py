@@ -48,7 +48,7 @@ class Bootstrap:
 
 class RetainedTicket(msgspec.Struct, frozen=True, array_like=True):
     """vLLM's style: prefill has computed the prompt, and this says where it lies. Its number `room` is good
-    once, at the door of `issuer`; the KV is on DP rank `dp_rank` there. `seed` is what the first token was
+    once, at the server of `issuer`; the KV is on DP rank `dp_rank` there. `seed` is what the first token was
     drawn with."""
 
     room: int

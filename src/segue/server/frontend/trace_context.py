@@ -1,4 +1,4 @@
-"""W3C trace context at the door: what a client says of the span that its request belongs to."""
+"""W3C trace context of a request: what a client says of the span that its request belongs to."""
 
 from __future__ import annotations
 

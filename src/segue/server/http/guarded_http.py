@@ -54,7 +54,7 @@ LET_IN: Final = "segue.let_in"
 MAX_HEAD_BYTES: Final = 64 * 2**10
 #: Requests that one connection may have sent ahead of their answers.
 MAX_PIPELINED: Final = 16
-#: Connections of the public door, however many descriptors there are: each costs some 20 KB.
+#: Connections of the public listener, however many descriptors there are: each costs some 20 KB.
 MAX_CONNECTIONS: Final = 8192
 #: Descriptors that are not clients' connections: sessions to workers, the registry, files, logs.
 RESERVED_DESCRIPTORS: Final = 256

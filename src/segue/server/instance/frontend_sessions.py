@@ -34,14 +34,14 @@ class FrontendSessions:
 
     def __init__(self) -> None:
         #: Hears what a frontend answers an operator.
-        self.told: Callable[[Incarnation, Explained], None] = lambda _frontend, _answer: None
+        self.on_explained: Callable[[Incarnation, Explained], None] = lambda _frontend, _answer: None
         #: Puts an item into the leader's inbox; None until there is a leader.
         self.deliver: Callable[[Item], None] | None = None
         self.sessions: dict[Incarnation, Session] = {}
         self.load: Load | None = None
         #: who follows our prefix cache, and the number of what it was told last
         self._following: dict[Incarnation, int] = {}
-        #: of a prefill instance whose door answers routers
+        #: of a prefill instance that answers routers
         self.rooms: PrefillRendezvous | None = None
 
     def hello(self) -> bytes:
@@ -60,7 +60,7 @@ class FrontendSessions:
             session.send(self.load)
 
     def received(self, session: Session, message: object) -> None:
-        """Orders to the leader, answers for operators, and what a decode door asks ours."""
+        """Orders to the leader, answers for operators, and what a decode instance in direct mode asks."""
         if self.deliver is not None and isinstance(message, Submit | Cancel | FlushCache | FollowPrefixes):
             self.deliver(FromFrontend(session.peer.leader.incarnation, message))
         elif isinstance(message, FindPrefill) and self.rooms is None:
@@ -72,7 +72,7 @@ class FrontendSessions:
             if self.rooms is not None:
                 self.rooms.over(session, message)
         elif isinstance(message, Explained):
-            self.told(session.peer.leader.incarnation, message)
+            self.on_explained(session.peer.leader.incarnation, message)
         else:
             log.warning("a frontend sent a %s", type(message).__name__)
 

@@ -38,7 +38,7 @@ from segue.kv import (
     new_incarnation,
 )
 from segue.kv.session import SessionHandler, background, is_loopback, tls_from_files
-from segue.server.direct.door import LazyDoor
+from segue.server.direct.direct_routes import LazyDirectServer
 from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.frontend.keys import ApiKeys, read_keys
 from segue.server.http.guarded_http import GuardedServer
@@ -77,8 +77,8 @@ class Instance:
 
     `me` names the leader. Each leader of an instance (`config.dp`) has a process of its own, with an engine,
     a pool, sessions and an entry in the registry. By default it is the one that `config` names, or the only
-    one. `workers` are its other ranks, and `companions` the DP ranks that it computes every step with, if it
-    has any; it ends both.
+    one. `workers` are its other ranks, and `expert_peers` the DP ranks that it computes every step with, if
+    it has any; it ends both.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Instance:
         *,
         me: LeaderId | None = None,
         workers: Workers | None = None,
-        companions: ExpertPeers | None = None,
+        expert_peers: ExpertPeers | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -118,7 +118,7 @@ class Instance:
             Role.OPERATOR: self.operators,
         }
         self.workers = workers
-        self.companions = companions
+        self.expert_peers = expert_peers
         self.manager: KVManager | None = None
         #: Offered to peers.
         self.transports: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class Instance:
             send=lambda origin, outputs: self.plane.io.post(self.frontends.send, origin, outputs),
             report=lambda load: self.plane.io.post(self._reported, load),
             prefixes=self._prefixes,
-            companions=companions,
+            expert_peers=expert_peers,
         )
         self.frontends.deliver = self.leader.inbox.put
         self._stack = AsyncExitStack()
@@ -151,8 +151,8 @@ class Instance:
         self._registry: Registry | None = None
         self._publisher: KVPublisher | None = None
         self.http: GuardedServer | None = None
-        self._door: LazyDoor | None = None
-        #: What clients of the HTTP door must show, if there are any.
+        self._direct_server: LazyDirectServer | None = None
+        #: What clients of the direct-mode server must show, if there are any.
         self._keys = ApiKeys(read_keys(config.access), config.access.prefix_cache_sharing)
         #: What this process serves with once `run` has returned, if it was switched.
         self.next_config: InstanceConfig | None = None
@@ -257,8 +257,8 @@ class Instance:
 
     def start(self) -> bool:
         """Listen, then register: from here on peers and frontends find this instance. False if it is to leave
-        and has not registered: it was asked to before the registry answered, or its companions have told so.
-        Then `run` still ends as it does after a drain, of which companions hear.
+        and has not registered: it was asked to before the registry answered, or its expert peers have told
+        so. Then `run` still ends as it does after a drain, of which expert peers hear.
 
         Raises ConfigError (port in use), BootstrapUnreachable or Unauthorized.
         """
@@ -266,9 +266,9 @@ class Instance:
             self._publisher = KVPublisher(self.config.events, self.me.dp_rank)
             self.leader.journal()
         (self.manager or self.plane).start()
-        if self.companions is not None:
+        if self.expert_peers is not None:
             put = self.leader.inbox.put
-            self.companions.listen(lambda: put(PeersAdvanced()), self.drain, self._lost)
+            self.expert_peers.listen(lambda: put(PeersAdvanced()), self.drain, self._lost)
         return self.plane.io.call(self._join(), self.config.registry_wait_s + 4 * self.limits.connect_s)
 
     async def _join(self) -> bool:
@@ -285,13 +285,13 @@ class Instance:
         self._stack.push_async_callback(registry.aclose)
         if config.http_port is not None:
             if config.door == "all":
-                self._door = self._make_door(registry)
+                self._direct_server = self._make_direct_server(registry)
             self.http = start_http(
                 self._status(),
                 config.host,
                 config.http_port,
                 self.limits.handshake_s,
-                lazy=self._door,
+                lazy=self._direct_server,
                 keys=self._keys,
             )
             self._stack.push_async_callback(self.http.stop)
@@ -311,13 +311,13 @@ class Instance:
             self._spawn(follow_prefill(registry, self.manager), "watch")
         return True
 
-    def _make_door(self, registry: Registry) -> LazyDoor:
+    def _make_direct_server(self, registry: Registry) -> LazyDirectServer:
         config = self.config
         rooms = None
         if config.role is Role.PREFILL:
             rooms = PrefillRendezvous(f"{config.label} {self.me}", self.dp, self.limits.max_queue)
         self.frontends.rooms = rooms
-        lazy = LazyDoor(config, self.me, registry, rooms=rooms, tls=self.tls)
+        lazy = LazyDirectServer(config, self.me, registry, rooms=rooms, tls=self.tls)
         self._sights.door = lazy.tables
         self._stack.push_async_callback(lazy.close)
         if not self._keys and not is_loopback(config.host):
@@ -335,7 +335,7 @@ class Instance:
         if isinstance(self.scheduler, PrefillScheduler):
             retained = self.scheduler.retained
             found |= {"retained_prompts": len(retained), "retained_bytes": retained.nbytes}
-        return found if self._door is None else {**found, **self._door.counts()}
+        return found if self._direct_server is None else {**found, **self._direct_server.counts()}
 
     def _status(self) -> InstanceStatus:
         config, manager = self.config, self.manager
@@ -356,7 +356,10 @@ class Instance:
             counts=self._counts,
             alive=lambda: self.leader.running and self.failure is None,
             integrity=lambda: instance_state(
-                self.leader, self.plane, manager, {} if self._door is None else self._door.tables()
+                self.leader,
+                self.plane,
+                manager,
+                {} if self._direct_server is None else self._direct_server.tables(),
             ),
             paths=dict if manager is None else manager.paths,
         )
@@ -375,7 +378,7 @@ class Instance:
             tp_size=self.config.tp,
             pp_size=self.config.pp,
             cp_size=self.config.cp,
-            shared_experts=self.companions is not None,
+            shared_experts=self.expert_peers is not None,
             load_balance=self.dp.load_balance,
             bootstrap_port=self.config.bootstrap_port if self.config.role is Role.PREFILL else 0,
             draining=self._draining,
@@ -443,7 +446,7 @@ class Instance:
                 _registry_trouble(error)
 
     def close(self) -> None:
-        """Leave the registry, end sessions, transports and threads; the other ranks and the companions too,
+        """Leave the registry, end sessions, transports and threads; the other ranks and the expert peers too,
         unless this process serves on in another role. Idempotent."""
         try:
             if self.plane.io.running and self._registry is not None:
@@ -453,10 +456,10 @@ class Instance:
             if self.next_config is None or self.failure is not None:
                 if self.workers is not None:
                     self.workers.close()
-                if self.companions is not None:
-                    self.companions.close()
-            elif self.companions is not None:
-                self.companions.stop_listening()  # or they would keep all of this instance
+                if self.expert_peers is not None:
+                    self.expert_peers.close()
+            elif self.expert_peers is not None:
+                self.expert_peers.stop_listening()  # or they would keep all of this instance
             if self._publisher is not None:
                 self._publisher.close()
 

@@ -1,5 +1,5 @@
 """An instance's own HTTP server (`--http-port`): is it alive, what is it, how is it doing; and, for foreign
-routers, its door (`server.direct.door`)."""
+routers, its endpoints (`server.direct.direct_routes`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 from segue import __version__
 from segue.kv import PathSpeed, SegueError
 from segue.kv.session import listening
-from segue.server.direct.door import LazyDoor, door_routes
+from segue.server.direct.direct_routes import LazyDirectServer, direct_routes
 from segue.server.frontend.http_server import public_guard
 from segue.server.frontend.keys import ApiKeys, KeyCheck
 from segue.server.http.guarded_http import Guard, GuardedServer
@@ -102,7 +102,7 @@ def start_http(
     port: int,
     request_s: float,
     *,
-    lazy: LazyDoor | None = None,
+    lazy: LazyDirectServer | None = None,
     keys: ApiKeys | None = None,
 ) -> GuardedServer:
     """Bind and serve in the current loop; `request_s` is what one request may take to arrive (with a door:
@@ -143,7 +143,7 @@ def start_http(
     app: Any = Starlette(routes=routes)
     if lazy is not None:
         served = str(status.about["served_model_name"])
-        app.router.routes += door_routes(lazy, served, status.load, status.integrity)
+        app.router.routes += direct_routes(lazy, served, status.load, status.integrity)
         guard = public_guard(head_s=request_s)
         app = KeyCheck(app, keys, lazy.metrics) if keys else app
     server = GuardedServer(

@@ -19,8 +19,8 @@ _Seen = tuple[dict[str, int], dict[str, int], list[str]]
 async def instance_state(
     leader: Leader, plane: ControlPlane, manager: KVManager | None, door: Mapping[str, int]
 ) -> NodeState:
-    """The state of the instance; call it on its I/O loop. `door` are the tables of its HTTP door. Raises
-    Draining when its leader has left, DeadlineExceeded when it does not answer."""
+    """The state of the instance; call it on its I/O loop. `door` are the tables of its direct-mode server.
+    Raises Draining when its leader has left, DeadlineExceeded when it does not answer."""
     if not leader.running:
         raise Draining("the leader's loop has ended")
     loop = asyncio.get_running_loop()

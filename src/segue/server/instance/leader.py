@@ -67,13 +67,13 @@ class FrontendGone:
 @dataclass(frozen=True, slots=True)
 class Drain:
     """Finish what is there, take nothing new, then leave, at the latest after `drain_s`: together with the
-    companions, if there are any. The process ends with it."""
+    expert peers, if there are any. The process ends with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextRole:
-    """Leave now: this process takes another role, over the same memory, and computes on with its companions.
-    `refused` is called instead if this leader is not drained, and it stays."""
+    """Leave now: this process takes another role, over the same memory, and computes on with its expert
+    peers. `refused` is called instead if this leader is not drained, and it stays."""
 
     refused: Callable[[], object]
 
@@ -153,7 +153,7 @@ def _kind(item: Item) -> str:
 class Leader:
     """See the module's text. `send` delivers outputs to a frontend, `report` the load to all, `prefixes` what
     the prefix tree holds to one that follows it, or (None) what changed there to all of those; they only pass
-    on to the I/O thread and never block. With `companions` it also computes the steps of
+    on to the I/O thread and never block. With `expert_peers` it also computes the steps of
     others, and leaves only with them."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Leader:
         send: Callable[[Incarnation, list[Output]], None],
         report: Callable[[Load], None],
         prefixes: Callable[[Incarnation | None, list[KVEvent]], None] = lambda _only, _events: None,
-        companions: ExpertPeers | None = None,
+        expert_peers: ExpertPeers | None = None,
     ) -> None:
         self._prefixes = prefixes
         self._journal: PrefixJournal | None = None
@@ -182,7 +182,7 @@ class Leader:
         self.running = False
         self._send = send
         self._report = report
-        self._companions = companions
+        self._expert_peers = expert_peers
         self._reported: Load | None = None
         self._report_at = self._quiet_until = clock.now()
         self._unreported = True
@@ -215,7 +215,7 @@ class Leader:
         """Do what can be done now; returns whether there may be more."""
         if self.forward is None:
             steps = self.decide()
-            if not steps and (self._companions is None or not self._companions.behind):
+            if not steps and (self._expert_peers is None or not self._expert_peers.behind):
                 return False
             self.launch(steps)  # none, if other DP ranks wait for us in a step
         if self.forward is not None and not self.forward[1].ready:
@@ -458,7 +458,7 @@ class Leader:
         """Everything has ended after a `Drain`, or its time is up; or it turns."""
         if self._drain_until is None:
             return self._turns
-        if self.scheduler.idle and (self._companions is None or self._companions.done()):
+        if self.scheduler.idle and (self._expert_peers is None or self._expert_peers.done()):
             return True
         if self.clock.now() >= self._drain_until:
             log.warning("leaving with unfinished requests: %s", self.scheduler.sizes())

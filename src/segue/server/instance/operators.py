@@ -52,7 +52,7 @@ class OperatorSessions:
         self._find = find
         self._record = record
         self._frontends = frontends
-        self._frontends.told = self.told
+        self._frontends.on_explained = self.on_explained
         self._ask = ask
         self._sight = sight
         self._steer = steer
@@ -101,7 +101,7 @@ class OperatorSessions:
     def _explained(self, session: Session, records: list[RequestRecord]) -> None:
         session.send(Explained(records, frontends=sorted(self._frontends.sessions)))
 
-    def told(self, frontend: Incarnation, answer: Explained) -> None:
+    def on_explained(self, frontend: Incarnation, answer: Explained) -> None:
         """What a frontend answers an operator, who may be gone."""
         if answer.asker is not None and (session := self._sessions.get(answer.asker)) is not None:
             session.send(Explained(answer.records, answer.asker, [frontend]))
@@ -131,7 +131,7 @@ class StatusReporter:
     def __init__(self, role: Role, frontends: FrontendSessions, limit: int) -> None:
         #: None for a unified instance
         self.manager: KVManager | None = None
-        #: what requests hold in the HTTP door
+        #: what requests hold in the direct-mode server
         self.door: Callable[[], Mapping[str, int]] = dict
         self._role = role
         self._frontends = frontends
@@ -151,7 +151,7 @@ class StatusReporter:
 
     @property
     def held(self) -> bool:
-        """A hand-off still holds something below the role, or the HTTP door has a client."""
+        """A hand-off still holds something below the role, or the direct-mode server has a client."""
         tables = {} if self.manager is None else self.manager.sizes()
         return bool(busy(tables) or busy(self.door()))
 

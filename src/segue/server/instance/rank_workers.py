@@ -185,7 +185,7 @@ class OpenedReplica(NamedTuple):
     engine: Engine
     memory: Memory
     workers: Workers | None = None
-    companions: ExpertPeers | None = None
+    expert_peers: ExpertPeers | None = None
 
 
 def open_replica(config: InstanceConfig) -> OpenedReplica:
@@ -244,7 +244,7 @@ def _opened_together(
     group.meet()
     forward = DpForward(own, group)
     engine = make_engine(folder, own, forward, send_layers=config.engine.send_layers)
-    return OpenedReplica(engine, engine.memory, companions=forward)
+    return OpenedReplica(engine, engine.memory, expert_peers=forward)
 
 
 def _loaded(

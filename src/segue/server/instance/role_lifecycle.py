@@ -35,8 +35,8 @@ class RoleLifecycle:
         self.instance = self._made(config, None)
 
     def _made(self, config: InstanceConfig, me: LeaderId | None) -> Instance:
-        engine, memory, workers, companions = self._replica
-        return Instance(config, engine, memory, me=me, workers=workers, companions=companions)
+        engine, memory, workers, expert_peers = self._replica
+        return Instance(config, engine, memory, me=me, workers=workers, expert_peers=expert_peers)
 
     def drain(self) -> None:
         """Finish what is there, then let `run` return."""
@@ -50,15 +50,15 @@ class RoleLifecycle:
             instance = self.instance
             try:
                 if self._leaving:  # the signal came while there was none, and was told to the one before
-                    if instance.companions is None:
+                    if instance.expert_peers is None:
                         return
                     instance.drain()
                 started = instance.start()
                 if started:
                     ready(instance)
-                elif instance.companions is None:
+                elif instance.expert_peers is None:
                     return
-                # Companions compute with us until all of them are done, and take it for a loss if one goes
+                # Expert peers compute with us until all of them are done, and take it for a loss if one goes
                 # without saying so: what kept us from registering waits in the leader's inbox.
                 instance.run()
             finally:
@@ -97,7 +97,7 @@ def run_instance(
     replica = open_replica(config)
     lifecycle = RoleLifecycle(config, replica)
     if spans is not None:
-        lifecycle.instance.scheduler.admission.records.heard = spans.heard
+        lifecycle.instance.scheduler.admission.records.on_record = spans.on_record
     gc.collect()
     gc.freeze()
     signals = 0

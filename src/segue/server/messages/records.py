@@ -87,18 +87,18 @@ class Path:
 
 
 class Records:
-    """The latest records, at most `max_count` and `max_bytes`; the oldest go first. `heard` is told of
-    each."""
+    """The latest records, at most `max_count` and `max_bytes`; the oldest go first. `on_record` is called
+    with each."""
 
     def __init__(
         self,
         max_count: int = MAX_RECORDS,
         max_bytes: int = MAX_RECORDS_BYTES,
-        heard: Callable[[RequestRecord], None] | None = None,
+        on_record: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self.heard = heard
+        self.on_record = on_record
         self._kept: deque[tuple[str, bytes]] = deque()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(RequestRecord)
@@ -114,8 +114,8 @@ class Records:
         self.nbytes += len(data)
         while len(self._kept) > self._max_count or self.nbytes > self._max_bytes:
             self.nbytes -= len(self._kept.popleft()[1])
-        if self.heard is not None:
-            self.heard(record)
+        if self.on_record is not None:
+            self.on_record(record)
 
     def find(self, request_id: str) -> list[RequestRecord]:
         """The latest records of a request, of its samples and of their attempts, oldest first."""

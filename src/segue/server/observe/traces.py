@@ -46,7 +46,7 @@ def traces(environ: Mapping[str, str], service: str) -> Traces | None:
 
 
 class Traces:
-    """The spans of one process. `heard` and `context` may be called on any thread; neither waits."""
+    """The spans of one process. `on_record` and `context` may be called on any thread; neither waits."""
 
     def __init__(self, environ: Mapping[str, str], service: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -80,7 +80,7 @@ class Traces:
         flags = int(decision is Decision.RECORD_AND_SAMPLE)
         return f"00-{trace_id:032x}-{self._ids.generate_span_id():016x}-{flags:02x}"
 
-    def heard(self, record: RequestRecord) -> None:
+    def on_record(self, record: RequestRecord) -> None:
         """Export a record's span and those of its steps, if its trace is followed."""
         try:
             self._hear(record)

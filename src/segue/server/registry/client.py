@@ -112,7 +112,7 @@ class BackendRegistry:
         self._longest_s = min(MAX_WAIT_S, self._ttl_s)
         self._max_rooms = limits.max_transfers
         self._on_error = on_error
-        self._mine: dict[Incarnation, InstanceRecord] = {}
+        self._own: dict[Incarnation, InstanceRecord] = {}
         #: rooms that are registered here, with the time of their end; the oldest first
         self._rooms: dict[int, tuple[LeaderId, float]] = {}
         #: the life of the registry that has answered last
@@ -129,11 +129,11 @@ class BackendRegistry:
 
     async def register(self, record: InstanceRecord) -> None:
         complete = await self._put(record)
-        known = self._mine.get(record.incarnation)
+        known = self._own.get(record.incarnation)
         if known is not None:
             more = {r.dp_rank: r for r in (*known.replicas, *record.replicas)}
             record = msgspec.structs.replace(record, replicas=list(more.values()))
-        self._mine[record.incarnation] = msgspec.structs.replace(record, complete=complete)
+        self._own[record.incarnation] = msgspec.structs.replace(record, complete=complete)
         self._left.setdefault(record.incarnation, asyncio.Event())
 
     async def keep_alive(self, incarnation: Incarnation) -> None:
@@ -161,12 +161,12 @@ class BackendRegistry:
             wait_s, also = self._ttl_s / 3, [self._forgotten]
 
     async def leave(self, leader: LeaderId) -> None:
-        record = self._mine.get(leader.incarnation)
+        record = self._own.get(leader.incarnation)
         rest = [r for r in record.replicas if r.dp_rank != leader.dp_rank] if record is not None else []
         if record is not None and rest:
-            self._mine[leader.incarnation] = msgspec.structs.replace(record, replicas=rest)
+            self._own[leader.incarnation] = msgspec.structs.replace(record, replicas=rest)
         else:
-            self._mine.pop(leader.incarnation, None)
+            self._own.pop(leader.incarnation, None)
             self._unsaid.discard(leader.incarnation)
             left = self._left.pop(leader.incarnation, None)
             if left is not None:
@@ -177,12 +177,12 @@ class BackendRegistry:
             self._report(error)  # it will hear of us no more, and drop us after its TTL
 
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
-        record = self._mine.get(incarnation)
+        record = self._own.get(incarnation)
         if record is None:
             await self._backend.put_draining(incarnation, DrainFlag(draining=draining))
             return
         # Remembered first: a registry that is away, or restarts, learns it from the next keep-alive.
-        self._mine[incarnation] = msgspec.structs.replace(record, draining=draining)
+        self._own[incarnation] = msgspec.structs.replace(record, draining=draining)
         self._unsaid.add(incarnation)
         try:
             await self._say_draining(incarnation)
@@ -281,14 +281,14 @@ class BackendRegistry:
 
     def _may_pass(self, error: SegueError, leader: LeaderId) -> bool:
         """A registry that knows nothing of us has begun anew, once more since we told it who we are."""
-        return error.info.retryable or (isinstance(error, NotFound) and leader.incarnation in self._mine)
+        return error.info.retryable or (isinstance(error, NotFound) and leader.incarnation in self._own)
 
     async def _say_again(self, incarnation: Incarnation) -> None:
         """All that a registry may have forgotten."""
         complete = await self._of_ours(incarnation, self._put)
-        if (record := self._mine.get(incarnation)) is not None:
+        if (record := self._own.get(incarnation)) is not None:
             complete = record.complete or bool(complete)
-            self._mine[incarnation] = msgspec.structs.replace(record, complete=complete)
+            self._own[incarnation] = msgspec.structs.replace(record, complete=complete)
         if incarnation in self._unsaid:
             await self._say_draining(incarnation)
         await self._say_rooms()
@@ -297,11 +297,11 @@ class BackendRegistry:
         self, incarnation: Incarnation, say: Callable[[InstanceRecord], Awaitable[bool]]
     ) -> bool | None:
         """Say something of those of our ranks that have not left. None if all have."""
-        while (record := self._mine.get(incarnation)) is not None:
+        while (record := self._own.get(incarnation)) is not None:
             try:
                 return await say(record)
             except (NotFound, *_OVER):
-                now = self._mine.get(incarnation)
+                now = self._own.get(incarnation)
                 if now is not None and len(now.replicas) == len(record.replicas):
                     raise
                 # One of them has left meanwhile, which is what we were told: the others live.
@@ -327,7 +327,7 @@ class BackendRegistry:
         try:
             await self._backend.put_room(room, body)
         except NotFound:
-            record = self._mine.get(leader.incarnation)
+            record = self._own.get(leader.incarnation)
             if record is None:
                 raise
             # The registry restarted and has not heard of us yet.
@@ -360,7 +360,7 @@ class BackendRegistry:
 
     async def _say_draining(self, incarnation: Incarnation) -> None:
         draining = await self._of_ours(incarnation, self._put_draining)
-        known = self._mine.get(incarnation)
+        known = self._own.get(incarnation)
         if known is not None and known.draining == draining:
             self._unsaid.discard(incarnation)
 

@@ -85,7 +85,7 @@ class EtcdBackend(RegistryBackend):
         self._mirror = _Mirror(self._etcd, self._seal, self._ranks, self._ttl_s, clock or SystemClock())
         self._clock = clock or SystemClock()
         #: what this process has registered: its key, and the lease
-        self._mine: dict[LeaderId, tuple[bytes, int]] = {}
+        self._own: dict[LeaderId, tuple[bytes, int]] = {}
         self._sizes: dict[Incarnation, int] = {}
         self._gone: OrderedDict[LeaderId, None] = OrderedDict()
         self._room_lease, self._room_lease_ends = 0, -math.inf
@@ -96,7 +96,7 @@ class EtcdBackend(RegistryBackend):
         leader = LeaderId(record.incarnation, dp_rank)
         where = record.replicas[0]
         key = self._ranks + f"{bracket(where.host)}:{where.port}".encode()
-        mine = self._mine.get(leader)
+        mine = self._own.get(leader)
         if mine is None or mine[0] != key:
             await self._check(record)
         lease = mine[1] if mine is not None else None
@@ -131,7 +131,7 @@ class EtcdBackend(RegistryBackend):
             if leader in self._gone:
                 await self._etcd.revoke(lease)
             elif written:
-                mine = self._mine[leader] = key, lease
+                mine = self._own[leader] = key, lease
                 self._sizes[leader.incarnation] = record.dp_size
         self._still_here(leader)
         raise _too_often(key)
@@ -190,7 +190,7 @@ class EtcdBackend(RegistryBackend):
         self._gone[leader] = None
         if len(self._gone) > _MAX_GONE:
             self._gone.popitem(last=False)
-        _, lease = self._mine.pop(leader, (b"", None))
+        _, lease = self._own.pop(leader, (b"", None))
         for kv in (await self._etcd.read(self._ranks)).kvs:
             record = self._record(kv)
             if record is None or LeaderId(record.incarnation, _dp_rank(record)) != leader:

@@ -15,19 +15,19 @@ import httpx
 import pytest
 
 from segue.kv.errors import ConfigError
-from segue.server.frontend.doorway import Doorway
+from segue.server.frontend.frontend_listener import FrontendListener
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
 from segue.server.frontend.keys import ApiKeys
 from segue.server.observe.metrics import Metrics
 
 
-def doorway(port: int = 0, *keys: str) -> Doorway:
-    return Doorway("127.0.0.1", port, drain_s=5.0, keys=ApiKeys(keys), metrics=Metrics())
+def listener_at(port: int = 0, *keys: str) -> FrontendListener:
+    return FrontendListener("127.0.0.1", port, drain_s=5.0, keys=ApiKeys(keys), metrics=Metrics())
 
 
 def test_api_keys_are_asked_for_from_the_first_moment_on() -> None:
     async def main() -> None:
-        door = doorway(0, "hunter2")
+        door = listener_at(0, "hunter2")
         async with httpx.AsyncClient(base_url=door.url) as http:
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/ready")).status_code == 503
@@ -44,7 +44,7 @@ def test_what_a_client_is_told_until_there_is_an_application() -> None:
         await HttpCall(scope, receive).answer(200, {"here": scope["path"]})
 
     async def main() -> None:
-        door = doorway()
+        door = listener_at()
         async with httpx.AsyncClient(base_url=door.url) as http:
             assert (await http.get("/health")).json() == {"status": "ok"}
             door.reason = "the frontend is waiting for its model"
@@ -69,7 +69,7 @@ def test_what_a_client_is_told_until_there_is_an_application() -> None:
 
 def test_a_port_in_use_is_a_configuration_error() -> None:
     async def main(port: int) -> None:
-        doorway(port)
+        listener_at(port)
 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="in use"):
         asyncio.run(main(taken.getsockname()[1]))

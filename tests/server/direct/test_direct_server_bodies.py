@@ -12,17 +12,17 @@ from typing import Any
 import httpx
 import pytest
 from starlette.applications import Starlette
-from test_door import ME, Lazy, load
+from test_direct_routes import ME, Lazy, load
 
 from segue.kv.errors import InvalidRequest, NotFound
 from segue.kv.ids import Role
 from segue.kv.limits import Limits
 from segue.kv.protocol.room_ranks import DpRanks
+from segue.server.direct import direct_routes as routes_module
 from segue.server.direct import direct_server as direct
-from segue.server.direct import door as door_module
 from segue.server.direct.decode_rendezvous import DecodeRendezvous
-from segue.server.direct.direct_server import DecodeDoor, InstanceDoor, PrefillDoor
-from segue.server.direct.door import LazyDoor, door_routes
+from segue.server.direct.direct_routes import LazyDirectServer, direct_routes
+from segue.server.direct.direct_server import DecodeDirectServer, DirectServer, PrefillDirectServer
 from segue.server.direct.prefill_rendezvous import MEET_S, PrefillRendezvous
 from segue.server.frontend.app import OpenAIServerSettings
 from segue.server.frontend.legs import TICKET, RetainedTicket, pack_ticket, unpack_ticket
@@ -94,7 +94,7 @@ SETTINGS = OpenAIServerSettings(model="tiny", context_tokens=9, vocab_size=9, li
 
 
 def prefill(size: int = 4) -> tuple[Any, Parts, list[Any]]:
-    door: Any = object.__new__(PrefillDoor)
+    door: Any = object.__new__(PrefillDirectServer)
     door.settings = SETTINGS
     waits: list[Any] = []
 
@@ -196,7 +196,7 @@ def test_decode_meets_prefill_for_all_samples_and_draws_with_the_ticket_s_seed_i
 ) -> None:
     PrefillFound.made = []
     monkeypatch.setattr(direct, "Meeting", PrefillFound)
-    door: Any = object.__new__(DecodeDoor)
+    door: Any = object.__new__(DecodeDirectServer)
     door._meetings, door._secret, door.fleet = DecodeRendezvous(4), SECRET, None
     door.settings = SETTINGS
     parts = Parts()
@@ -215,7 +215,7 @@ def test_decode_meets_prefill_for_all_samples_and_draws_with_the_ticket_s_seed_i
 
 
 def test_a_body_without_a_leg_is_refused_by_both_doors() -> None:
-    decode: Any = object.__new__(DecodeDoor)
+    decode: Any = object.__new__(DecodeDirectServer)
     decode.settings = SETTINGS
     for door in (decode, prefill()[0]):
         with pytest.raises(BadParam, match="segue's own frontend"):
@@ -226,7 +226,7 @@ def test_a_body_without_a_leg_is_refused_by_both_doors() -> None:
 
 
 def test_sglang_s_endpoint_hears_of_the_rank_in_the_header_as_the_others_do() -> None:
-    door: Any = object.__new__(InstanceDoor)
+    door: Any = object.__new__(DirectServer)
     seen: list[Any] = []
     raw = json.dumps({"text": "hi", "routed_dp_rank": 1}).encode()
 
@@ -248,7 +248,7 @@ def test_sglang_s_endpoint_hears_of_the_rank_in_the_header_as_the_others_do() ->
 
 
 def test_a_router_s_unknown_model_is_any_and_another_is_refused() -> None:
-    door: Any = object.__new__(InstanceDoor)
+    door: Any = object.__new__(DirectServer)
     door.settings = SETTINGS
     for name in (None, "unknown", "tiny"):
         door.check_model(name)
@@ -258,7 +258,7 @@ def test_a_router_s_unknown_model_is_any_and_another_is_refused() -> None:
 
 
 def test_the_table_of_a_decode_door_has_its_meetings() -> None:
-    door: Any = object.__new__(DecodeDoor)
+    door: Any = object.__new__(DecodeDirectServer)
     door._calls, door.fleet = set(), SimpleNamespace(sizes=lambda: {"streams": 2})
     door._meetings = SimpleNamespace(sizes=lambda: {"meetings": 5})
     assert door.sizes() == {"calls": 0, "streams": 2, "meetings": 5}
@@ -283,16 +283,16 @@ def test_a_door_places_once_with_the_secret_and_tls_of_its_instance_and_samples_
         made.update(more, settings=settings)
         return SimpleNamespace(start=lambda: made.update(started=True))
 
-    class Door:
+    class Made:
         def __init__(self, *args: Any, **more: Any) -> None:
-            made.update(door=args[2], kind=type(self).__name__, secret_of_door=more.get("secret"))
+            made.update(server=args[2], kind=type(self).__name__, secret_of_server=more.get("secret"))
 
-    monkeypatch.setattr(door_module.ModelTokenizer, "load", lambda folder: object())
-    monkeypatch.setattr(door_module, "model_bounds", lambda folder, tokenizer: (64, 330))
-    monkeypatch.setattr(door_module, "of_model", lambda folder, vocab: defaults if vocab == 330 else None)
-    monkeypatch.setattr(door_module, "Fleet", fleet)
-    for name in ("PrefillDoor", "DecodeDoor", "InstanceDoor"):
-        monkeypatch.setattr(door_module, name, type(name, (Door,), {}))
+    monkeypatch.setattr(routes_module.ModelTokenizer, "load", lambda folder: object())
+    monkeypatch.setattr(routes_module, "model_bounds", lambda folder, tokenizer: (64, 330))
+    monkeypatch.setattr(routes_module, "of_model", lambda folder, vocab: defaults if vocab == 330 else None)
+    monkeypatch.setattr(routes_module, "Fleet", fleet)
+    for name in ("PrefillDirectServer", "DecodeDirectServer", "DirectServer"):
+        monkeypatch.setattr(routes_module, name, type(name, (Made,), {}))
     config = InstanceConfig(
         model="m",
         registry="http://127.0.0.1:1",
@@ -301,15 +301,17 @@ def test_a_door_places_once_with_the_secret_and_tls_of_its_instance_and_samples_
         load_balance="total_requests",
     )
     rooms = PrefillRendezvous("x", DpRanks(), 8) if role is Role.PREFILL else None
-    lazy = LazyDoor(config, ME, None, rooms=rooms, tls=tls)  # type: ignore[arg-type]
+    lazy = LazyDirectServer(config, ME, None, rooms=rooms, tls=tls)  # type: ignore[arg-type]
     asyncio.run(lazy.opened())
     settings = made["settings"]
     assert (settings.max_attempts, settings.policy) == (1, "total_requests"), "a router tries again by itself"
-    assert (made["secret"], made["tls"], made["door"].defaults) == (secret or None, tls, defaults)
-    assert made["limits"] == config.limit.limits() == made["door"].limits
-    assert (made["door"].context_tokens, made["door"].vocab_size) == (64, 330)
-    assert made["kind"] == {Role.PREFILL: "PrefillDoor", Role.DECODE: "DecodeDoor"}.get(role, "InstanceDoor")
-    assert made["secret_of_door"] == (None if role is Role.UNIFIED else secret)
+    assert (made["secret"], made["tls"], made["server"].defaults) == (secret or None, tls, defaults)
+    assert made["limits"] == config.limit.limits() == made["server"].limits
+    assert (made["server"].context_tokens, made["server"].vocab_size) == (64, 330)
+    assert made["kind"] == {Role.PREFILL: "PrefillDirectServer", Role.DECODE: "DecodeDirectServer"}.get(
+        role, "DirectServer"
+    )
+    assert made["secret_of_server"] == (None if role is Role.UNIFIED else secret)
     assert made["started"]
 
 
@@ -318,7 +320,7 @@ def test_the_loads_that_a_router_reads_are_those_of_each_rank_with_their_count()
     door: Any = SimpleNamespace(loads=lambda: found)
 
     async def main() -> list[Any]:
-        routes = door_routes(Lazy(door), "tiny", lambda: None, None)  # type: ignore[arg-type]
+        routes = direct_routes(Lazy(door), "tiny", lambda: None, None)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=Starlette(routes=routes))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return [(await client.get(path)).json() for path in ("/get_load", "/v1/loads")]
@@ -353,7 +355,7 @@ def test_an_instance_s_door_needs_its_key_and_has_the_times_of_a_public_one(
     )
 
     async def main() -> dict[str, int]:
-        lazy: Any = SimpleNamespace(metrics=Metrics(), door=None)
+        lazy: Any = SimpleNamespace(metrics=Metrics(), server=None)
         keys = http.ApiKeys(("a-key",))
         made = start_http(status, "127.0.0.1", 0, 5.0, lazy=lazy, keys=keys)
         try:

@@ -15,8 +15,8 @@ from segue.kv.errors import BootstrapUnreachable, ConfigError, DeadlineExceeded,
 from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.server.direct import direct_server as direct
-from segue.server.direct.direct_server import InstanceDoor, OwnAndPrefill
-from segue.server.direct.door import LazyDoor, door_routes
+from segue.server.direct.direct_routes import LazyDirectServer, direct_routes
+from segue.server.direct.direct_server import DirectServer, OwnAndPrefill
 from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.fleet.replica import Replica
 from segue.server.messages.control import FlushCache, Load
@@ -105,8 +105,8 @@ def load(rank: int = 0) -> Load:
     return Load(dp_rank=rank, running=2 + rank, waiting=3, tokens=50, pages_free=1, pages_total=9)
 
 
-def door_of(fleet: Any) -> InstanceDoor:
-    door = object.__new__(InstanceDoor)
+def door_of(fleet: Any) -> DirectServer:
+    door = object.__new__(DirectServer)
     door.fleet, door.me = fleet, ME
     return door
 
@@ -161,10 +161,10 @@ class Closing:
         return {"calls": 3}
 
 
-def lazy_door(opens: Callable[[LazyDoor], Any], role: Role = Role.DECODE) -> LazyDoor:
+def lazy_server(opens: Callable[[LazyDirectServer], Any], role: Role = Role.DECODE) -> LazyDirectServer:
     config = InstanceConfig(model="m", registry="http://127.0.0.1:1", role=role)
     rooms = PrefillRendezvous("x", DpRanks(), 8) if role is Role.PREFILL else None
-    lazy = LazyDoor(config, ME, None, rooms=rooms, tls=None)  # type: ignore[arg-type]
+    lazy = LazyDirectServer(config, ME, None, rooms=rooms, tls=None)  # type: ignore[arg-type]
 
     async def opened() -> Any:
         return await opens(lazy)
@@ -177,13 +177,13 @@ def test_the_server_is_made_once_and_a_client_that_leaves_does_not_take_it_along
     async def main() -> None:
         go_on, made = asyncio.Event(), list[Closing]()
 
-        async def opens(lazy: LazyDoor) -> Any:
+        async def opens(lazy: LazyDirectServer) -> Any:
             await go_on.wait()
             made.append(Closing())
-            lazy.door = made[0]  # type: ignore[assignment]
+            lazy.server = made[0]  # type: ignore[assignment]
             return made[0]
 
-        lazy = lazy_door(opens)
+        lazy = lazy_server(opens)
         first, second = (asyncio.ensure_future(lazy.opened()) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
@@ -202,13 +202,13 @@ def test_a_server_that_could_not_be_made_is_tried_again_for_the_next_client() ->
     async def main() -> None:
         tried: list[int] = []
 
-        async def opens(lazy: LazyDoor) -> Any:
+        async def opens(lazy: LazyDirectServer) -> Any:
             tried.append(1)
             if len(tried) == 1:
                 raise ConfigError("no tokenizer")
             return Closing()
 
-        lazy = lazy_door(opens)
+        lazy = lazy_server(opens)
         with pytest.raises(ConfigError):
             await lazy.opened()
         await lazy.opened()
@@ -222,14 +222,14 @@ def test_a_door_that_is_closed_while_it_opens_opens_no_more_and_forgets_who_wait
     async def main() -> None:
         begun, ended = asyncio.Event(), asyncio.Event()
 
-        async def opens(lazy: LazyDoor) -> Any:
+        async def opens(lazy: LazyDirectServer) -> Any:
             begun.set()
             try:
                 await asyncio.Event().wait()
             finally:
                 ended.set()
 
-        lazy = lazy_door(opens, Role.PREFILL)
+        lazy = lazy_server(opens, Role.PREFILL)
         assert lazy._rooms is not None
         with lazy._rooms.ticket(5, 0, 60):
             pass
@@ -245,16 +245,16 @@ def test_a_door_that_is_closed_while_it_opens_opens_no_more_and_forgets_who_wait
 
 def test_what_nobody_came_for_is_counted_over_both_sides_and_tables_are_those_of_requests() -> None:
     async def main() -> None:
-        async def opens(lazy: LazyDoor) -> Any:
+        async def opens(lazy: LazyDirectServer) -> Any:
             raise AssertionError
 
-        lazy = lazy_door(opens, Role.PREFILL)
+        lazy = lazy_server(opens, Role.PREFILL)
         assert lazy._rooms is not None
         lazy._rooms.abandoned, lazy._meetings.abandoned = 2, 1
         with lazy._rooms.ticket(5, 0, 60):
             assert lazy.counts() == {"door_legs": 0, "door_tickets": 1, "door_abandoned": 3}
             assert lazy.tables() == {"legs": 0}, "a ticket that waits is no request"
-        lazy.door = Closing()  # type: ignore[assignment]
+        lazy.server = Closing()  # type: ignore[assignment]
         assert lazy.counts()["door_calls"] == 3
         assert lazy.tables() == {"legs": 0, "calls": 3}
         await lazy.close()
@@ -266,16 +266,16 @@ def test_what_nobody_came_for_is_counted_over_both_sides_and_tables_are_those_of
 
 
 class Lazy:
-    """A door that is opened, or cannot be."""
+    """A server that is made, or cannot be."""
 
-    def __init__(self, door: InstanceDoor | None = None, error: Exception | None = None) -> None:
-        self.door, self.error = door, error
+    def __init__(self, server: DirectServer | None = None, error: Exception | None = None) -> None:
+        self.server, self.error = server, error
 
-    async def opened(self) -> InstanceDoor:
+    async def opened(self) -> DirectServer:
         if self.error is not None:
             raise self.error
-        assert self.door is not None
-        return self.door
+        assert self.server is not None
+        return self.server
 
 
 def ask(
@@ -286,7 +286,7 @@ def ask(
             raise fails
 
     async def main() -> httpx.Response:
-        routes = door_routes(lazy, "tiny", lambda: said, answers)  # type: ignore[arg-type]
+        routes = direct_routes(lazy, "tiny", lambda: said, answers)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=Starlette(routes=routes))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return await client.request(method, path, content=b"{}")

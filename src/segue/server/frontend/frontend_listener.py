@@ -18,7 +18,7 @@ from segue.server.observe.metrics import Metrics
 _App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Doorway:
+class FrontendListener:
     """Listens at `host:port` and answers at once; `open` gives it the application, which checks keys by
     itself. `reason` says what it waits for until then. Make it in the loop that it serves in. Raises
     ConfigError if it cannot listen."""

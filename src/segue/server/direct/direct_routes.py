@@ -1,4 +1,4 @@
-"""The HTTP door of an instance in direct mode: its routes, and the server behind them.
+"""The HTTP endpoints of an instance in direct mode: its routes, and the server behind them.
 
 That server (`server.direct.direct_server`) needs a tokenizer and sessions, which an instance that is
 only probed does not: it is made when the first request comes that needs it.
@@ -18,7 +18,13 @@ from starlette.routing import BaseRoute, Route
 from segue.kv import LeaderId, Role, SegueError
 from segue.kv.session import Tls, awaited, typed
 from segue.server.direct.decode_rendezvous import DecodeRendezvous
-from segue.server.direct.direct_server import DecodeDoor, InstanceDoor, OwnAndPrefill, PrefillDoor, as_load
+from segue.server.direct.direct_server import (
+    DecodeDirectServer,
+    DirectServer,
+    OwnAndPrefill,
+    PrefillDirectServer,
+    as_load,
+)
 from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
@@ -37,9 +43,9 @@ from segue.server.settings.commands import InstanceConfig
 _Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class LazyDoor:
-    """Makes the server of an instance's door at the first call of `opened`. `rooms` are those of a prefill
-    instance."""
+class LazyDirectServer:
+    """Makes the direct-mode server of an instance at the first call of `opened`. `rooms` are those of a
+    prefill instance."""
 
     def __init__(
         self,
@@ -57,13 +63,13 @@ class LazyDoor:
         self._rooms = rooms
         self._tls = tls
         self._meetings = DecodeRendezvous(config.limit.max_queue)
-        self._opening: asyncio.Task[InstanceDoor] | None = None
-        self.door: InstanceDoor | None = None
+        self._opening: asyncio.Task[DirectServer] | None = None
+        self.server: DirectServer | None = None
 
     def counts(self) -> dict[str, int]:
         """What `/metrics` shows of it."""
         abandoned = self._meetings.abandoned
-        found = {} if self.door is None else {f"door_{name}": n for name, n in self.door.sizes().items()}
+        found = {} if self.server is None else {f"door_{name}": n for name, n in self.server.sizes().items()}
         if self._rooms is not None:
             abandoned += self._rooms.abandoned
             found |= {f"door_{name}": n for name, n in self._rooms.sizes().items()}
@@ -73,29 +79,29 @@ class LazyDoor:
     def tables(self) -> dict[str, int]:
         """What requests hold here; all zero at rest."""
         legs = {} if self._rooms is None else self._rooms.sizes()
-        return legs if self.door is None else {**legs, **self.door.sizes()}
+        return legs if self.server is None else {**legs, **self.server.sizes()}
 
     async def close(self) -> None:
         """End what runs, and the server's sessions."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
-        if self.door is not None:
-            await self.door.fleet.close()
-            self.door.close()
+        if self.server is not None:
+            await self.server.fleet.close()
+            self.server.close()
         if self._rooms is not None:
             self._rooms.close()
 
-    async def opened(self) -> InstanceDoor:
+    async def opened(self) -> DirectServer:
         """The server. Raises ConfigError if the model's folder has no usable tokenizer."""
-        if self.door is not None:
-            return self.door
+        if self.server is not None:
+            return self.server
         if self._opening is None or self._opening.done():
-            self._opening = awaited(self._open(), name="opening the door")
+            self._opening = awaited(self._open(), name="opening the direct-mode server")
         # A client that leaves must not take the others' server with it.
         return await asyncio.shield(self._opening)
 
-    async def _open(self) -> InstanceDoor:
+    async def _open(self) -> DirectServer:
         config, limits = self._config, self._config.limit.limits()
         folder = Path(config.model)
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, folder)
@@ -118,22 +124,22 @@ class LazyDoor:
             metrics=self.metrics,
             tls=self._tls,
             records=records,
-            door=self._meetings,
+            rendezvous=self._meetings,
         )
         common = (fleet, tokenizer, settings, self.metrics, records, self._me)
         if self._rooms is not None:
-            door: InstanceDoor = PrefillDoor(*common, rooms=self._rooms, secret=config.secret)
+            server: DirectServer = PrefillDirectServer(*common, rooms=self._rooms, secret=config.secret)
         elif config.role is Role.DECODE:
-            door = DecodeDoor(*common, meetings=self._meetings, secret=config.secret)
+            server = DecodeDirectServer(*common, meetings=self._meetings, secret=config.secret)
         else:
-            door = InstanceDoor(*common)
+            server = DirectServer(*common)
         fleet.start()
-        self.door = door
-        return door
+        self.server = server
+        return server
 
 
-def door_routes(
-    lazy: LazyDoor,
+def direct_routes(
+    lazy: LazyDirectServer,
     served_model: str,
     load: Callable[[], Load | None],
     answers: Callable[[], Awaitable[object]],
@@ -141,18 +147,18 @@ def door_routes(
     """The routes of an instance that foreign routers use. `load` is the leader's last one, `answers` returns
     when the leader's loop has answered, and raises a SegueError if it does not."""
 
-    def asgi(choose: Callable[[InstanceDoor], _Handler]) -> Asgi:
+    def asgi(choose: Callable[[DirectServer], _Handler]) -> Asgi:
         async def handle(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 handler = choose(await lazy.opened())
             except Exception as error:
-                await HttpCall(scope, receive).fail(typed(error, "opening the door"))
+                await HttpCall(scope, receive).fail(typed(error, "opening the direct-mode server"))
                 return
             await handler(scope, receive, send)
 
         return Asgi(handle)
 
-    def post(path: str, choose: Callable[[InstanceDoor], _Handler]) -> Route:
+    def post(path: str, choose: Callable[[DirectServer], _Handler]) -> Route:
         return Route(path, asgi(choose), methods=["POST"])
 
     async def models(request: Request) -> Response:
@@ -171,7 +177,7 @@ def door_routes(
         return JSONResponse({"status": "ok"})
 
     def loads() -> list[dict[str, int]]:
-        if lazy.door is not None and (found := lazy.door.loads()):
+        if lazy.server is not None and (found := lazy.server.loads()):
             return found
         own = load()
         return [] if own is None else [as_load(own)]
@@ -192,13 +198,13 @@ def door_routes(
         return JSONResponse({"status": "ok"})
 
     return [
-        post("/v1/chat/completions", lambda door: door.chat),
-        post("/v1/completions", lambda door: door.completions),
-        post("/generate", lambda door: door.native),
-        post("/v1/chat/completions/render", lambda door: door.render_chat),
-        post("/v1/completions/render", lambda door: door.render_completion),
-        post("/tokenize", lambda door: door.tokenize),
-        post("/detokenize", lambda door: door.detokenize),
+        post("/v1/chat/completions", lambda server: server.chat),
+        post("/v1/completions", lambda server: server.completions),
+        post("/generate", lambda server: server.native),
+        post("/v1/chat/completions/render", lambda server: server.render_chat),
+        post("/v1/completions/render", lambda server: server.render_completion),
+        post("/tokenize", lambda server: server.tokenize),
+        post("/detokenize", lambda server: server.detokenize),
         Route("/v1/models", models),
         Route("/model_info", model_info),
         Route("/get_model_info", model_info),

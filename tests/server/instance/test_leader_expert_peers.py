@@ -67,7 +67,7 @@ def leader_with(others: Others, steps: int = 0) -> Leader:
         clock=VirtualClock(),
         send=lambda _origin, _outputs: None,
         report=lambda _load: None,
-        companions=others,
+        expert_peers=others,
     )
 
 
