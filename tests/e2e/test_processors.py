@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from served import Served
 from test_serve import SHORT, assert_right, completion, generated, token_ids
 
 from emulated import below
+from ports import HeldPort
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -46,3 +52,44 @@ def test_a_type_that_is_named_is_served_with_one_warning(ceiling: str, dtype: st
         assert answers[0] == answers[1]
         assert all(len(tokens) == 8 for tokens in answers[0])
         assert served.stop() == 0
+
+
+@pytest.mark.slow
+def test_instances_whose_processors_choose_different_types_are_no_pair_and_all_say_which_flag_to_give(
+    tiny: Path,
+) -> None:
+    """Decode is given the type that a processor with bfloat16 would choose."""
+    mend = "prefill serves this model in float32, decode in bfloat16; start both with --dtype float32"
+    model = ("--model", str(tiny), *SMALL[:4])
+    held = HeldPort()
+    registry = f"http://127.0.0.1:{held.port}"
+    with Served(
+        "--bootstrap-port", str(held.port), *model, command="prefill", environ=below("avx2")
+    ) as prefill:
+        assert "event=dtype dtype=float32 setting=auto" in prefill.log()
+        with Served("--registry", registry, *model, "--dtype", "bfloat16", command="decode") as decode:
+            decode.logged(re.compile(f"cannot join .*{re.escape(mend)}"))
+            prefill.logged(re.compile(f"no session with .*{re.escape(mend)}"))
+            front = ("--registry", registry, "--model", str(tiny), "--port", "0")
+            with Served(*front, command="frontend", wait=False) as frontend:
+                [line] = frontend.logged(re.compile("event=listening url="))
+                url = line.rpartition("url=")[2]
+                frontend.logged(re.compile("session with decode"))
+                frontend.logged(re.compile("session with prefill"))
+                body = {"model": tiny.name, "prompt": [5, 6, 7], "max_tokens": 3}
+                until = time.monotonic() + 60
+                while (
+                    mend not in (ready := httpx.get(f"{url}/ready")).text
+                ):  # until both have said their load
+                    assert time.monotonic() < until, ready.text
+                    time.sleep(0.05)
+                asked = httpx.post(f"{url}/v1/completions", json=body)
+                assert (ready.status_code, asked.status_code) == (503, 503)
+                assert mend in asked.text
+                doctor = [sys.executable, "-m", "segue.cli.main", "doctor", "--registry", registry, "--json"]
+                done = subprocess.run(doctor, capture_output=True, text=True, timeout=120, check=False)
+                assert done.returncode == 1
+                assert "start both with --dtype float32" in done.stdout
+                assert frontend.stop(at_rest=False) == 0
+            assert decode.stop(at_rest=False) == 0
+        assert prefill.stop(at_rest=False) == 0
