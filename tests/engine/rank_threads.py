@@ -10,8 +10,9 @@ from torch.distributed import HashStore
 from segue.engine.cpu.cpu_forward import load_forward
 from segue.engine.ranks.collectives import join
 from segue.engine.ranks.parallel_replica import RanksForward, serve_rank
-from segue.engine.ranks.pipe import Pipe
+from segue.engine.ranks.rank_orders import RankMessage
 from segue.engine.replica_engine import make_engine
+from segue.kv.ranks.rank_link import RankLink
 
 
 def load_ranks(folder, size, exchange_s=60.0):
@@ -36,18 +37,20 @@ class RankThreads:
     `lost` is what the leader's forward gave up for, `died` what ended ranks, `told` what they heard unless
     they `refuse`."""
 
-    def __init__(self, folder, size, sampler, between=lambda body: body, timeout_s=60.0):
+    def __init__(self, folder, size, sampler, between=lambda frame: frame, timeout_s=60.0):
         self.forwards = load_ranks(folder, size, timeout_s)
-        self.pipes, self.threads, self.lost, self.died, self.told = [], [], [], [], []
+        self.links, self.far, self.threads = [], [], []
+        self.lost, self.died, self.told = [], [], []
         self.refuse = None
         for rank, forward in enumerate(self.forwards[1:], 1):
             ours, theirs = socket.socketpair()
-            self.pipes.append(Pipe(ours, f"rank {rank}"))
-            far = Pipe(theirs, "the leader")
+            self.links.append(RankLink(ours, f"rank {rank}", messages=RankMessage))
+            far = RankLink(theirs, "the leader", messages=RankMessage)
+            self.far.append(far)
             far.receive = lambda *_, receive=far.receive: between(receive())
             self.threads.append(threading.Thread(target=self._serve, args=(far, forward)))
         page_bytes = sum(forward.pool.spec.page_bytes for forward in self.forwards)
-        self.forward = RanksForward(self.forwards[0], self.pipes, page_bytes, self.lost.append, timeout_s)
+        self.forward = RanksForward(self.forwards[0], self.links, page_bytes, self.lost.append, timeout_s)
         self.engine = make_engine(folder, self.forwards[0], self.forward, sampler)
         for thread in self.threads:
             thread.start()
@@ -66,8 +69,8 @@ class RankThreads:
         self.told.append(words)
 
     def close(self):
-        for pipe in self.pipes:
-            pipe.close()
+        for link in self.links:
+            link.close()
         for thread in self.threads:
             thread.join(60)
             assert not thread.is_alive()

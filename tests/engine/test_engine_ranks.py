@@ -11,10 +11,19 @@ from rank_threads import RankThreads
 
 from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.parallel import ParallelSize
-from segue.engine.ranks.parallel_replica import DoneWord, OrderFrame, TellOrder, _carry_out
-from segue.engine.ranks.pipe import MAX_BYTES, Pipe
+from segue.engine.ranks.parallel_replica import _carry_out
+from segue.engine.ranks.rank_orders import DoneWord, OrderFrame, RankMessage, StoredWord, TellOrder
 from segue.engine.request import SamplingParams
-from segue.kv.errors import ChecksumMismatch, ErrorCode, Internal, OutOfCapacity, PeerLost, RankDivergence
+from segue.kv.errors import (
+    ChecksumMismatch,
+    ErrorCode,
+    Internal,
+    OutOfCapacity,
+    PeerLost,
+    RankDivergence,
+    TransferFailed,
+)
+from segue.kv.ranks.rank_link import RankLink, encode
 
 PROMPT = [5, 9, 33, 7, 21, 60, 2, 2, 90]
 STEP = SequenceStep(1, PROMPT, 0, [0], True)
@@ -55,17 +64,16 @@ def test_a_listener_that_fails_fails_its_step_and_no_rank(pair, folder):
 def test_an_order_that_was_changed_on_the_way_is_found_at_its_step(pair):
     count = 0
 
-    def change_the_third(body):
+    def change_the_third(frame):
         nonlocal count
         count += 1
         if count < 3:
-            return body
-        frame = msgspec.msgpack.decode(body, type=OrderFrame)
+            return frame
         (step,) = frame.order.steps
         other = msgspec.structs.replace(
             frame.order, steps=[SequenceStep(1, [1, *step.tokens[1:]], 0, [0], True)]
         )
-        return msgspec.msgpack.encode(msgspec.structs.replace(frame, order=other))
+        return msgspec.structs.replace(frame, order=other)
 
     made = pair(between=change_the_third)
     run_step(made.engine, [STEP])
@@ -80,12 +88,8 @@ def test_an_order_that_was_changed_on_the_way_is_found_at_its_step(pair):
 def test_an_order_that_is_missing_ends_the_rank(pair):
     frames = iter([False, True])
 
-    def swallow_the_second(body):
-        if next(frames):
-            return msgspec.msgpack.encode(
-                msgspec.structs.replace(msgspec.msgpack.decode(body, type=OrderFrame), number=3)
-            )
-        return body
+    def swallow_the_second(frame):
+        return msgspec.structs.replace(frame, number=3) if next(frames) else frame
 
     made = pair(between=swallow_the_second)
     run_step(made.engine, [STEP])
@@ -112,7 +116,7 @@ def test_the_bug_of_another_rank_is_named_and_not_what_the_leader_saw_of_it(pair
 
 def test_a_rank_that_has_ended_ends_the_next_step(pair):
     made = pair(timeout_s=1.0)
-    made.pipes[0]._sock.shutdown(socket.SHUT_RDWR)
+    made.far[0].close()
     with pytest.raises(PeerLost, match="rank 1"):
         run_step(made.engine, [STEP])
 
@@ -168,34 +172,29 @@ def test_words_reach_whoever_serves_a_rank_between_two_steps_and_its_refusal_end
     assert made.lost == []
 
 
-@pytest.mark.parametrize("body", [b"\xc1", msgspec.msgpack.encode(DoneWord(1, b"other"))])
-def test_a_rank_that_says_nonsense_ends_the_replica(pair, body):
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (b"\0\0\0\1\xc1", TransferFailed),
+        (encode(DoneWord(1, b"other")), RankDivergence),
+        (encode(StoredWord(1)), RankDivergence),
+        (encode(DoneWord(2, b"other")), RankDivergence),
+    ],
+)
+def test_a_rank_that_says_nonsense_ends_the_replica(pair, said, error):
     made = pair()
-    made.forwards[1].run = lambda packed, stored: None
     ours, theirs = socket.socketpair()
-    Pipe(theirs, "the leader").send(body, 1.0)
-    made.forward._workers = [Pipe(ours, "rank 1")]
-    with pytest.raises(RankDivergence):
+    theirs.sendall(said)
+    link = RankLink(ours, "rank 1", messages=RankMessage)
+    made.forward._workers = [link]
+    with pytest.raises(error):
         made.engine.copy_out([0])
-    ours.close()
+    link.close()
     theirs.close()
-
-
-def test_a_pipe_bounds_its_frames_and_its_waits():
-    ours, theirs = (Pipe(sock, name) for sock, name in zip(socket.socketpair(), ("them", "us"), strict=True))
-    with pytest.raises(PeerLost, match="them said nothing"):
-        ours.receive(0.01)
-    with pytest.raises(PeerLost, match="them did not read"):
-        ours.send(bytes(2**24), 0.05)
-    theirs.close()
-    with pytest.raises(PeerLost, match="them"):
-        ours.receive(1.0)
-    ours.close()
-    assert MAX_BYTES == 2**26
 
 
 def test_what_the_leader_needs_no_more_goes_before_the_next_order_of_any_kind():
     copies, told = {1: "a", 2: "b", 3: "c"}, []
-    body = msgspec.msgpack.encode(OrderFrame(7, TellOrder(b"words"), [1, 3, 9]))
-    assert _carry_out(body, 7, None, None, copies, told.append) is None
+    frame = OrderFrame(7, TellOrder(b"words"), [1, 3, 9])
+    assert _carry_out(frame, 7, None, None, copies, told.append) is None
     assert (copies, told) == ({2: "b"}, [b"words"])

@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from segue.kv.protocol.ticket import verify_ticket as verify_ticket
     from segue.kv.ranks.local_rank import Rank as Rank
     from segue.kv.ranks.local_rank import local_rank as local_rank
+    from segue.kv.ranks.rank_link import RankLink as RankLink
     from segue.kv.ranks.rank_worker import RankWorker as RankWorker
     from segue.kv.ranks.worker_rank import WorkerRank as WorkerRank
     from segue.kv.session.tls import Tls as Tls
@@ -150,6 +151,7 @@ _MODULE_OF = {
         "segue.kv.protocol.room_ranks": "DpRanks FAIL_ON_CONFLICT FOLLOW_BOOTSTRAP_ROOM dp_rank_conflict",
         "segue.kv.protocol.ticket": "SpentTickets Ticket sign_ticket verify_ticket",
         "segue.kv.ranks.local_rank": "Rank local_rank",
+        "segue.kv.ranks.rank_link": "RankLink",
         "segue.kv.ranks.rank_worker": "RankWorker",
         "segue.kv.ranks.worker_rank": "WorkerRank",
         "segue.kv.session.tls": "Tls load_tls",

@@ -1,6 +1,6 @@
 """One rank of a leader in a process of its own, over a pool that the test can look into.
 
-python rank_process.py CHANNEL_FD POOL_FD < configuration (msgpack)
+python rank_process.py LINK_FD POOL_FD < configuration (msgpack)
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import msgspec
 
 from segue.kv.config import HOST, KVConfig
 from segue.kv.ids import LeaderId, Role
-from segue.kv.io import IoThread
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.ranks.local_rank import local_rank
+from segue.kv.ranks.rank_link import RankLink
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.transport.memory.pool_memory import Memory, Region, host_region
 
@@ -50,8 +50,8 @@ def main() -> None:
     )
     gone = threading.Event()
     rank = local_rank(config, memory, HOST, wanted.index)
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    worker = RankWorker(rank, channel, IoThread(), wanted.limits, lambda _: gone.set())
+    link = RankLink(socket.socket(fileno=int(sys.argv[1])), "the leader", limits=wanted.limits)
+    worker = RankWorker(rank, link, lambda _: gone.set())
     worker.start()
     gone.wait()
     worker.close()

@@ -13,13 +13,15 @@ from test_worker_rank import FULL, PEER, Owner, Refusing, with_raw_worker
 
 from segue.kv.errors import BootstrapTimeout, PeerLost, RequestTooLarge, SegueError, TransferFailed
 from segue.kv.ids import RankId, TransferId
-from segue.kv.io import IoThread, LoopIo
+from segue.kv.io import LoopIo
 from segue.kv.layout.content import Content
 from segue.kv.limits import Limits
 from segue.kv.path_figures import PathFigures
 from segue.kv.protocol import events
+from segue.kv.ranks import rank_link
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S
+from segue.kv.ranks.rank_link import Frames, RankLink, encode
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
 from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
@@ -42,13 +44,13 @@ def test_only_what_is_still_unanswered_is_answered_when_the_worker_ends() -> Non
         rank.write("shm", PEER, 6, 3, ())
         error = TransferFailed("broke").info
         for answer in (
-            wire.LandedAnswer("shm", PEER, 5, 1, 640, 0.25),
-            wire.FenceAnswer("shm", PEER, 11, False),
-            wire.ChecksumAnswer(TRANSFER, 0, 1, 77),
-            wire.BrokenAnswer("shm", PEER, 6, 3, error, True),
-            wire.PeerGoneAnswer("shm", PEER, True, error),
+            wire.MovedAnswer("shm", Written(PEER, 5, 1, 640, 0.25)),
+            wire.MovedAnswer("shm", Fenced(PEER, 11, False)),
+            wire.ChecksumAnswer(events.ChecksumReady(TRANSFER, 0, 1, 77)),
+            wire.MovedAnswer("shm", WriteFailed(PEER, 6, 3, error.exception(), True)),
+            wire.MovedAnswer("shm", PeerGone(PEER, True, error.exception())),
         ):
-            worker.sendall(wire.encode(answer))
+            worker.sendall(encode(answer))
         await owner.until(lambda: len(owner.heard) == 5)
         landed, fenced, hashed, broken, gone = owner.heard
         assert landed == Written(PEER, 5, 1, 640, 0.25)
@@ -80,18 +82,18 @@ def test_only_what_is_still_unanswered_is_answered_when_the_worker_ends() -> Non
 
 def test_who_waits_for_an_answer_hears_that_the_worker_is_lost_or_that_it_takes_too_long() -> None:
     async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
-        rank._limits = Limits(peer_silence_s=0.05, keepalive_s=0.01)
+        rank._link.limits = Limits(peer_silence_s=0.05, keepalive_s=0.01)
         with pytest.raises(BootstrapTimeout, match="ConnectCommand in time"):
             await rank.connect("shm", PEER, b"", 0.01)
-        rank._limits = Limits()
+        rank._link.limits = Limits()
         admitting = asyncio.ensure_future(rank.admit(["shm"], PEER, 6))
         await asyncio.sleep(0)
-        worker.sendall(wire.encode(wire.DoneAnswer(1)))  # too late, and of nobody
-        worker.sendall(2 * wire.encode(wire.DoneAnswer(2)))  # once is enough
+        worker.sendall(encode(wire.DoneAnswer(1)))  # too late, and of nobody
+        worker.sendall(2 * encode(wire.DoneAnswer(2)))  # once is enough
         await admitting
         waiting = asyncio.ensure_future(rank.connect("shm", PEER, b"", 60.0))
         await asyncio.sleep(0)
-        worker.sendall(wire.encode(wire.DoneAnswer(3, None, FULL.info)))
+        worker.sendall(encode(wire.DoneAnswer(3, None, FULL.info)))
         with pytest.raises(SegueError, match="no grant is free"):
             await waiting
         waiting = asyncio.ensure_future(rank.connect("shm", PEER, b"", 60.0))
@@ -115,7 +117,7 @@ def test_a_question_has_its_own_time_and_that_of_a_worker_which_is_slow_to_answe
         return timeout(delay)
 
     async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
-        rank._limits = Limits(peer_silence_s=20.0)
+        rank._link.limits = Limits(peer_silence_s=20.0)
         monkeypatch.setattr(asyncio, "timeout", noted)
         asking = [
             asyncio.ensure_future(each)
@@ -130,7 +132,7 @@ def test_a_question_has_its_own_time_and_that_of_a_worker_which_is_slow_to_answe
         assert waits == [25.0, 20.0, 27.0]
         figures = PathFigures(page_s=0.5, bytes_per_s=2.0)
         for number in (1, 2, 3):
-            worker.sendall(wire.encode(wire.DoneAnswer(number, figures if number == 3 else None)))
+            worker.sendall(encode(wire.DoneAnswer(number, figures if number == 3 else None)))
         assert await asyncio.gather(*asking) == [None, None, figures]
 
     with_raw_worker(use)
@@ -210,9 +212,9 @@ class Answering(Refusing):
 def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -> None:
     ours, theirs = socket.socketpair()
     answering, gone = Answering(), queue.Queue[SegueError]()
-    worker = RankWorker(answering, theirs, IoThread(), Limits(), gone.put)  # type: ignore[arg-type]
+    worker = RankWorker(answering, RankLink(theirs, "the leader"), gone.put)  # type: ignore[arg-type]
     worker.start()
-    rank, owner = WorkerRank(0, ours, Limits()), Owner()
+    rank, owner = WorkerRank(0, RankLink(ours, "rank 0")), Owner()
 
     async def main() -> None:
         await rank.start(owner, LoopIo(asyncio.get_running_loop()))
@@ -271,8 +273,9 @@ def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -
 def alone(rank: Any) -> tuple[RankWorker, list[Any], list[Any]]:
     """A worker without a leader: when it calls again, and when it takes its leader for gone."""
     later, gone = list[Any](), list[Any]()
-    io: Any = SimpleNamespace(loop=SimpleNamespace(call_later=lambda *what: later.append(what)))
-    return RankWorker(rank, None, io, Limits(), gone.append), later, gone  # type: ignore[arg-type]
+    io = SimpleNamespace(loop=SimpleNamespace(call_later=lambda *what: later.append(what)))
+    link: Any = SimpleNamespace(io=io, release=lambda: None)
+    return RankWorker(rank, link, gone.append), later, gone
 
 
 def test_a_leader_that_is_not_heard_is_not_gone_before_its_end_of_the_channel_is() -> None:
@@ -302,13 +305,16 @@ def test_a_fence_that_was_not_taken_is_asked_for_again_by_the_worker_itself() ->
         later.clear()
         call(command)
     assert (taken, later) == ([5, 5, 5], [])
+    worker.close()
+    worker._asked(fence)
+    assert taken == [5, 5, 5], "its transports are closed, and the link may have another rank"
 
 
-def test_a_worker_closes_its_channel_only_after_its_transports() -> None:
-    """The end of the channel is the proof that nothing of it is written any more."""
+def test_a_worker_closes_its_link_only_after_its_transports() -> None:
+    """The end of the link is the proof that nothing of it is written any more."""
     ours, theirs = socket.socketpair()
     answering = Answering()
-    worker = RankWorker(answering, theirs, IoThread(), Limits(), lambda _: None)  # type: ignore[arg-type]
+    worker = RankWorker(answering, RankLink(theirs, "the leader"), lambda _: None)  # type: ignore[arg-type]
     worker.start()
     ours.settimeout(60)
     ours.recv(64 * 1024)
@@ -332,13 +338,13 @@ def test_a_worker_closes_its_channel_only_after_its_transports() -> None:
 
 
 def test_messages_are_found_wherever_the_bytes_are_cut() -> None:
-    said: list[Any] = [wire.PongAnswer(), wire.DoneAnswer(3), wire.FenceAnswer("shm", PEER, 5, True)]
-    data = b"".join(wire.encode(message) for message in said)
+    said: list[Any] = [wire.PongAnswer(), wire.DoneAnswer(3), wire.MovedAnswer("shm", Fenced(PEER, 5, True))]
+    data = b"".join(encode(message) for message in said)
     for size in (1, 3, 7, len(data)):
-        frames = wire.Frames(wire.Answer)
+        frames = Frames(wire.HandOff)
         found = [message for at in range(0, len(data), size) for message in frames.feed(data[at : at + size])]
         assert found == said
-    frames = wire.Frames(wire.Answer)
+    frames = Frames(wire.HandOff)
     assert frames.feed(data[:-1]) == said[:2]
     assert frames.feed(data[-1:]) == said[2:]
 
@@ -347,12 +353,12 @@ def test_a_message_as_long_as_may_be_is_said_and_heard_and_a_longer_one_is_neith
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     message = wire.GrantCommand("shm", PEER, 5, list(range(100)), None)
-    longest = len(wire.encode(message)) - wire.HEAD.size
-    monkeypatch.setattr(wire, "MAX_BYTES", longest)
-    data = wire.encode(message)
-    assert wire.Frames(wire.Command).feed(data) == [message]
-    monkeypatch.setattr(wire, "MAX_BYTES", longest - 1)
+    longest = len(encode(message)) - rank_link.HEAD.size
+    monkeypatch.setattr(rank_link, "MAX_BYTES", longest)
+    data = encode(message)
+    assert Frames(wire.HandOff).feed(data) == [message]
+    monkeypatch.setattr(rank_link, "MAX_BYTES", longest - 1)
     with pytest.raises(RequestTooLarge):
-        wire.encode(message)
+        encode(message)
     with pytest.raises(TransferFailed, match="are taken"):
-        wire.Frames(wire.Command).feed(data[: wire.HEAD.size])
+        Frames(wire.HandOff).feed(data[: rank_link.HEAD.size])

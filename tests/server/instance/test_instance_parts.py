@@ -29,6 +29,8 @@ from segue.kv.errors import (
     SegueError,
 )
 from segue.kv.ids import Incarnation, LeaderId, Role, successor
+from segue.kv.limits import Limits
+from segue.kv.ranks.rank_link import encode
 from segue.lab.sim.sim_engine import lineage_spec
 from segue.server.instance import integrity
 from segue.server.instance import rank_workers as workers
@@ -37,13 +39,11 @@ from segue.server.instance import role_lifecycle as turns
 from segue.server.instance.instance import LOOK_AGAIN_S, Instance
 from segue.server.instance.leader import Abandon, Drain, Hold, Inspect, NextRole
 from segue.server.instance.rank_process import (
-    WORDS,
     CannotWord,
     HereWord,
     LoadedWord,
     ServeOrder,
     SetUpOrder,
-    heard,
 )
 from segue.server.instance.rank_workers import OpenedReplica, RankProcess, Workers, open_replica
 from segue.server.instance.role_lifecycle import RoleLifecycle
@@ -605,21 +605,21 @@ def test_a_signal_ends_the_wait_for_a_registry_and_is_the_process_s_again_afterw
 # ---- its other ranks ---------------------------------------------------------------------------------
 
 
-class Pipe:
+class Link:
     """What a rank says, one word after the other, and what it was told."""
 
     name = "the process of rank 1"
 
     def __init__(self, log: list[str], *words: object) -> None:
         self.log, self.words = log, list(words)
-        self.told: list[bytes] = []
+        self.told: list[Any] = []
+        self.limits = Limits()
 
-    def receive(self, within_s: float | None = None) -> bytes:
-        word = self.words.pop(0)
-        return word if isinstance(word, bytes) else msgspec.msgpack.encode(word)
+    def receive(self, within_s: float | None = None) -> object:
+        return self.words.pop(0)
 
-    def send(self, data: bytes, within_s: float) -> None:
-        self.told.append(data)
+    def post(self, message: Any) -> None:
+        self.told.append(message)
 
     def close(self) -> None:
         self.log.append("closed")
@@ -647,19 +647,16 @@ class Process:
 class Made(NamedTuple):
     workers: Workers
     log: list[str]
-    pipes: list[Pipe]
+    links: list[Link]
 
 
 def ranks(*words: tuple[object, ...], stubborn: bool = False) -> Made:
     """Ranks 1 … with what each says."""
     log: list[str] = []
-    pipes = [Pipe(log, *each) for each in words]
-    made = Workers(0)
-    made.all = [
-        RankProcess(Process(log, stubborn=stubborn), pipe, Pipe(log))  # type: ignore[arg-type]
-        for pipe in pipes
-    ]
-    return Made(made, log, pipes)
+    links = [Link(log, *each) for each in words]
+    made = Workers(0, Limits())
+    made.all = [RankProcess(Process(log, stubborn=stubborn), link) for link in links]  # type: ignore[arg-type]
+    return Made(made, log, links)
 
 
 SPEC = lineage_spec(8)
@@ -674,14 +671,15 @@ def test_each_rank_is_told_which_it_is_and_never_the_secret_and_only_once_all_ar
     made = ranks((HereWord(),), (HereWord(),))
     config = InstanceConfig(model="m", registry="http://127.0.0.1:1", tp=3, secret=b"s" * 32)
     made.workers.set_up(config, 100, 5)
-    orders = [msgspec.msgpack.decode(pipe.told[0], type=SetUpOrder) for pipe in made.pipes]
+    orders = [link.told[0] for link in made.links]
+    assert all(type(order) is SetUpOrder for order in orders)
     assert [(order.rank, order.pool_bytes, order.port) for order in orders] == [(1, 100, 5), (2, 100, 5)]
     assert {order.config.tp for order in orders} == {3}
-    assert not any(b"s" * 32 in pipe.told[0] for pipe in made.pipes)
-    late = ranks((HereWord(),), (b"\xc1",))
-    with pytest.raises(Internal, match="did not say what was due"):
+    assert not any(b"s" * 32 in encode(order) for order in orders)
+    late = ranks((HereWord(),), (LoadedWord("print", SPEC),))
+    with pytest.raises(Internal, match="rank 2 said"):
         late.workers.set_up(config, 100, 5)
-    assert late.pipes[0].told == []
+    assert late.links[0].told == []
 
 
 def test_the_bytes_of_a_page_are_those_of_all_ranks_and_what_does_not_fit_is_refused() -> None:
@@ -699,8 +697,7 @@ def test_the_bytes_of_a_page_are_those_of_all_ranks_and_what_does_not_fit_is_ref
 def test_the_first_reason_why_a_replica_is_over_is_told_once_and_when_no_rank_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(workers, "WorkerRank", lambda rank, _channel, _limits: rank)
-    monkeypatch.setattr(workers, "_channel", lambda _worker: None)
+    monkeypatch.setattr(workers, "WorkerRank", lambda rank, _link: rank)
     made, orders = ranks((), ()), list[bytes]()
     made.workers.tell = orders.append
     told: list[tuple[str, list[str]]] = []
@@ -717,16 +714,11 @@ def test_the_first_reason_why_a_replica_is_over_is_told_once_and_when_no_rank_is
 def test_a_rank_that_is_lost_between_two_roles_is_told_to_the_next_one_and_not_to_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(workers, "WorkerRank", lambda rank, _channel, _limits: rank)
+    monkeypatch.setattr(workers, "WorkerRank", lambda rank, _link: rank)
     made, told = ranks((), ()), list[str]()
     gone = PeerLost("rank 2 has ended")
-
-    def channel(_: object) -> None:
-        made.workers.fail(gone)  # as whoever watches the ranks says
-
-    monkeypatch.setattr(workers, "_channel", lambda _worker: None)
     made.workers.serve(ME, (), CONFIG, lambda _: told.append("first"))
-    monkeypatch.setattr(workers, "_channel", channel)
+    made.workers.tell = lambda _: made.workers.fail(gone)  # as whoever watches the ranks says
     with pytest.raises(PeerLost, match="rank 2"):
         made.workers.serve(ME, (), CONFIG, lambda _: told.append("second"))
     assert told == []
@@ -738,12 +730,12 @@ def test_ranks_of_a_model_that_could_not_be_loaded_are_killed(monkeypatch: pytes
     def loaded(*_: object) -> None:
         raise PeerLost("rank 1 has ended on the way")
 
-    monkeypatch.setattr(workers, "Workers", lambda count: made.workers)
+    monkeypatch.setattr(workers, "Workers", lambda count, limits: made.workers)
     monkeypatch.setattr(workers, "_loaded", loaded)
     with pytest.raises(PeerLost):
         open_replica(InstanceConfig(model="m", registry="http://127.0.0.1:1", tp=3))
     assert made.log[:2] == ["killed", "killed"], "at once: one that loads would leave later"
-    assert made.log.count("closed") == 4
+    assert made.log.count("closed") == 2
 
 
 def test_ranks_are_asked_to_leave_together_and_one_that_does_not_is_killed(
@@ -752,17 +744,10 @@ def test_ranks_are_asked_to_leave_together_and_one_that_does_not_is_killed(
     monkeypatch.setattr(workers, "LEAVE_S", 0.0)
     made = ranks((), ())
     made.workers.close()
-    assert made.log == ["closed"] * 4 + ["waited"] * 2
+    assert made.log == ["closed"] * 2 + ["waited"] * 2
     made = ranks((), (), stubborn=True)
     made.workers.close()
-    assert made.log == ["closed"] * 4 + ["killed", "waited"] * 2
-
-
-def test_a_word_of_another_kind_is_a_bug_and_says_whose() -> None:
-    pipe: Any = Pipe([], b"\xc1", HereWord())
-    with pytest.raises(Internal, match="the process of rank 1"):
-        heard(pipe, WORDS)
-    assert heard(pipe, WORDS) == HereWord()
+    assert made.log == ["closed"] * 2 + ["killed", "waited"] * 2
 
 
 def test_a_scheduler_is_only_looked_at_by_the_thread_that_owns_it() -> None:

@@ -20,13 +20,22 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from segue.engine.engine_api import HostPages, SequenceStep
+from segue.engine.engine_api import HostPages
 from segue.engine.forward import RankForward, Stored, raised_at_end
 from segue.engine.kvpool import HostKV, KVPool
 from segue.engine.packing import Packed, pack
 from segue.engine.ranks.collectives import STAGE_S, TIMEOUT_S
-from segue.engine.ranks.pipe import Pipe
-from segue.kv import DECODE_ERRORS, ErrorCode, ErrorInfo, Internal, PeerLost, RankDivergence, SegueError
+from segue.engine.ranks.rank_orders import (
+    CopyInOrder,
+    CopyOutOrder,
+    DoneWord,
+    FailedWord,
+    ForwardOrder,
+    OrderFrame,
+    StoredWord,
+    TellOrder,
+)
+from segue.kv import ErrorCode, ErrorInfo, Internal, PeerLost, RankDivergence, RankLink, SegueError
 from segue.kv.session import typed
 
 #: How long the leader looks for the cause once something has failed.
@@ -34,72 +43,13 @@ CAUSE_S = 1.0
 _DIGEST_BYTES = 8
 
 
-class ForwardOrder(msgspec.Struct, frozen=True, tag=True):
-    """One forward over these sequences, which the leader has checked."""
-
-    steps: list[SequenceStep]
-
-
-class CopyOutOrder(msgspec.Struct, frozen=True, tag=True):
-    """Copy these pages out of the pool and keep them as `copy`."""
-
-    copy: int
-    pages: list[int]
-
-
-class CopyInOrder(msgspec.Struct, frozen=True, tag=True):
-    """Copy what is kept as `copy` into these pages."""
-
-    copy: int
-    pages: list[int]
-
-
-class TellOrder(msgspec.Struct, frozen=True, tag=True):
-    """Words for whoever serves the rank; the engine does not read them."""
-
-    words: bytes
-
-
-class OrderFrame(msgspec.Struct, frozen=True):
-    """The order with this number, counted from 1; copies that nobody needs any more go before it."""
-
-    number: int
-    order: ForwardOrder | CopyOutOrder | CopyInOrder | TellOrder
-    dropped: list[int]
-
-
-class StoredWord(msgspec.Struct, frozen=True, tag=True):
-    """The forward has the KV of all layers of this rank in its pool."""
-
-    number: int
-
-
-class DoneWord(msgspec.Struct, frozen=True, tag=True):
-    """The order has been carried out, or could not be with nothing lost (a copy, what was told); `digest` is
-    over all frames so far."""
-
-    number: int
-    digest: bytes
-    error: ErrorInfo | None = None
-
-
-class FailedWord(msgspec.Struct, frozen=True, tag=True):
-    """The order was not carried out, and the rank ends."""
-
-    number: int
-    error: ErrorInfo
-
-
-Word = StoredWord | DoneWord | FailedWord
 T = TypeVar("T")
 W = TypeVar("W", StoredWord, DoneWord)
 _encoder = msgspec.msgpack.Encoder()
-_frames = msgspec.msgpack.Decoder(OrderFrame)
-_words: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
 
 
-def _chained(digest: bytes, frame: bytes) -> bytes:
-    return hashlib.blake2b(digest + frame, digest_size=_DIGEST_BYTES).digest()
+def _chained(digest: bytes, frame: OrderFrame) -> bytes:
+    return hashlib.blake2b(digest + _encoder.encode(frame), digest_size=_DIGEST_BYTES).digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +73,7 @@ class RanksForward:
     def __init__(
         self,
         own: RankForward,
-        workers: Sequence[Pipe],
+        workers: Sequence[RankLink],
         page_bytes: int,
         lost: Callable[[SegueError], None],
         patience_s: float | None = None,
@@ -214,16 +164,16 @@ class RanksForward:
             raise self._error
         self._number += 1
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        body = _encoder.encode(OrderFrame(self._number, order, dropped))
-        self._digest = _chained(self._digest, body)
+        frame = OrderFrame(self._number, order, dropped)
+        self._digest = _chained(self._digest, frame)
         for worker in self._workers:
-            worker.send(body, self._patience_s)
+            worker.post(frame)
 
     def _hear(self, kind: type[W]) -> list[W]:
         """The next word of every worker, which must be a `kind` about the running order."""
         words = []
         for rank, worker in enumerate(self._workers, 1):
-            word = _word(worker.receive(self._patience_s))
+            word = worker.receive(self._patience_s)
             if isinstance(word, FailedWord):
                 raise _failure(rank, word)
             if not isinstance(word, kind) or word.number != self._number:
@@ -255,7 +205,7 @@ class RanksForward:
         ends = [f"rank 0: {seen}"]
         for rank, worker in enumerate(self._workers, 1):
             try:
-                while not isinstance(word := _word(worker.receive(CAUSE_S / len(self._workers))), FailedWord):
+                while not isinstance(word := worker.receive(CAUSE_S / len(self._workers)), FailedWord):
                     pass  # what it said before
             except SegueError as end:
                 ends.append(f"rank {rank}: {end}")
@@ -266,13 +216,6 @@ class RanksForward:
         return PeerLost(f"the ranks could not do step {self._number} together: {'; '.join(ends)}")
 
 
-def _word(body: bytes) -> Word:
-    try:
-        return _words.decode(body)
-    except DECODE_ERRORS as exc:
-        raise RankDivergence(f"unreadable message of a rank: {exc}") from exc
-
-
 def _failure(rank: int, word: FailedWord) -> SegueError:
     text = f"rank {rank} failed at step {word.number}: {word.error.text}"
     return msgspec.structs.replace(word.error, text=text).exception()
@@ -281,40 +224,36 @@ def _failure(rank: int, word: FailedWord) -> SegueError:
 # ---- the worker's side -------------------------------------------------------------------------------
 
 
-def serve_rank(pipe: Pipe, forward: RankForward, told: Callable[[bytes], None]) -> None:
-    """Carry out the leader's orders, on this thread, until it ends the pipe; `told` gets the words of
+def serve_rank(link: RankLink, forward: RankForward, told: Callable[[bytes], None]) -> None:
+    """Carry out the leader's orders, on this thread, until it ends the link; `told` gets the words of
     `RanksForward.tell`. Raises what ends the rank, which the leader has been told."""
     copies: dict[int, HostKV] = {}
     digest, number = b"", 0
     while True:
         try:
-            body = pipe.receive()
+            frame = link.receive()
         except PeerLost:
             return  # the leader has left, or died
-        number, digest = number + 1, _chained(digest, body)
+        number, digest = number + 1, _chained(digest, frame)
         try:
-            error = _carry_out(body, number, forward, pipe, copies, told)
+            error = _carry_out(frame, number, forward, link, copies, told)
         except Exception as exc:
             failed = typed(exc, f"step {number}")
-            _say(pipe, FailedWord(number, failed.info))
+            link.post(FailedWord(number, failed.info))
             raise failed from exc
-        _say(pipe, DoneWord(number, digest, error))
+        link.post(DoneWord(number, digest, error))
 
 
 def _carry_out(
-    body: bytes,
+    frame: OrderFrame,
     number: int,
     forward: RankForward,
-    pipe: Pipe,
+    link: RankLink,
     copies: dict[int, HostKV],
     told: Callable[[bytes], None],
 ) -> ErrorInfo | None:
     """Do one order; why a copy could not be made, or what was told not be done. Raises what leaves the others
     alone with a step."""
-    try:
-        frame = _frames.decode(body)
-    except DECODE_ERRORS as exc:
-        raise RankDivergence(f"unreadable order: {exc}") from exc
     if frame.number != number:
         raise RankDivergence(f"order {frame.number} came where {number} was due")
     for copy in frame.dropped:
@@ -324,7 +263,7 @@ def _carry_out(
 
             def stored(layers: int | None = None) -> None:
                 if layers is None:
-                    _say(pipe, StoredWord(number))
+                    link.post(StoredWord(number))
 
             with torch.inference_mode():
                 packed = pack(steps, {}, forward.pool.spec.page_tokens)
@@ -341,7 +280,3 @@ def _carry_out(
             except Exception as exc:
                 return typed(exc, f"step {number}").info
     return None
-
-
-def _say(pipe: Pipe, word: Word) -> None:
-    pipe.send(_encoder.encode(word), TIMEOUT_S)

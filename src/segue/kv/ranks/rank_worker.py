@@ -1,85 +1,59 @@
-"""A rank's own process: carries out what the leader asks of it over the channel, with a `LocalRank`."""
+"""A rank's own process: carries out what the leader asks of it over the link, with a `LocalRank`."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from segue.kv.errors import ErrorInfo, Internal, SegueError
+from segue.kv.errors import ErrorInfo, Internal, SegueError, TransferFailed
 from segue.kv.ids import RankId
-from segue.kv.io import Io
-from segue.kv.limits import Limits
 from segue.kv.path_figures import PathFigures
-from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
+from segue.kv.protocol.events import ChecksumReady
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S, LocalRank
-from segue.kv.ranks.rank_channel import RankChannel
+from segue.kv.ranks.rank_link import RankLink
 from segue.kv.session.tasks import background, typed
-from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.kv.transport.base import TransportEvent, WriteFailed
 
 
 class RankWorker:
-    """A rank in a worker process: carries out on `rank` (`local_rank`) what the leader asks over `sock`, a
-    connected stream socket whose other end a `WorkerRank` has. It runs on `io`'s thread (`IoThread`), so the
-    thread of the engine may compute meanwhile. `limits` must be those of the leader.
+    """A rank in a process of its own: carries out on `rank` (`local_rank`) what the leader asks over `link`,
+    at whose other end is a `WorkerRank`. It runs on the link's thread, so the thread of the engine may
+    compute meanwhile. The link's `limits` must be those of the leader.
 
-    `leader_gone` is called once, on that thread, when the leader has closed the channel or died: nothing will
-    be asked any more, and the process should end.
+    `leader_gone` is called once, on that thread, when the leader has closed the link or died: nothing will be
+    asked any more, and the process should `close` and end.
     """
 
-    def __init__(
-        self,
-        rank: LocalRank,
-        sock: socket.socket,
-        io: Io,
-        limits: Limits,
-        leader_gone: Callable[[SegueError], None],
-    ) -> None:
+    def __init__(self, rank: LocalRank, link: RankLink, leader_gone: Callable[[SegueError], None]) -> None:
         self._rank = rank
-        self._sock = sock
-        self._io = io
-        self._limits = limits
+        self._link = link
         self._leader_gone = leader_gone
-        self._channel: RankChannel | None = None
+        self._closed = False
 
     def start(self) -> None:
-        """Start `io`, tell the leader what this rank has, and serve. Raises TimeoutError after
-        `limits.connect_s`."""
-        self._io.start()
-        self._io.call(self._start(), self._limits.connect_s)
+        """Tell the leader what this rank has, and serve. Raises TimeoutError after `limits.connect_s`."""
+        self._link.io.call(self._start(), self._link.limits.connect_s)
 
     async def _start(self) -> None:
-        channel = RankChannel(
-            "the leader",
-            wire.Frames(wire.Command),
-            self._asked,
-            self._ended,
-            backlog_bytes=self._limits.max_session_backlog_bytes,
-        )
-        await asyncio.get_running_loop().create_connection(lambda: channel, sock=self._sock)
-        self._channel = channel
-        await self._rank.start(self, self._io)
-        channel.send(wire.ReadyAnswer(self._rank.spec, dict(self._rank.endpoints), self._rank.scratch))
+        self._link.attach(self._asked, self._ended)
+        await self._rank.start(self, self._link.io)
+        self._say(wire.ReadyAnswer(self._rank.spec, dict(self._rank.endpoints), self._rank.scratch))
 
     def close(self) -> None:
-        """End the transports, and only then the channel: its end says that nothing is written any more."""
-        self._rank.close()
+        """End the transports, and only then the link, if it carries nothing else: its end says that nothing
+        is written any more."""
         try:
-            if self._io.running:
-                self._io.call(self._close(), self._limits.connect_s)
+            self._rank.close()
         finally:
-            self._io.stop()
-
-    async def _close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            await self._channel.closed(self._limits.connect_s / 2)
+            self._closed = True
+            self._link.release()
 
     # ---- what the leader asks --------------------------------------------------------------------
 
     def _asked(self, command: wire.Command) -> None:
+        if self._closed:
+            return  # a leader's before
         try:
             self._do(command)
         except Exception as exc:
@@ -103,8 +77,10 @@ class RankWorker:
                 self._say(wire.GrantAnswer(peer, epoch))
             case wire.FenceCommand(transport, peer, epoch):
                 self._rank.fence(transport, peer, epoch)
-            case wire.ChecksumCommand(transfer, rank, number, content):
-                self._rank.checksum(ComputeChecksum(transfer, rank, number, content))
+            case wire.ChecksumCommand(effect):
+                self._rank.checksum(effect)
+            case _:
+                raise TransferFailed(f"{type(command).__name__} is not for a rank")
 
     def _answer(self, number: int, work: Coroutine[Any, Any, PathFigures | None], what: str) -> None:
         """Do what takes its time, and say what came of it."""
@@ -123,15 +99,18 @@ class RankWorker:
         """What was asked was not done, and its hand-off ends; but a fence is asked for until it is taken."""
         match command:
             case wire.WriteCommand(transport, peer, epoch, number):
-                self._say(wire.BrokenAnswer(transport, peer, epoch, number, error.info, False))
-            case wire.ChecksumCommand(transfer, rank, number):
-                self._say(wire.ChecksumAnswer(transfer, rank, number, 0, error.info))
+                self._say(wire.MovedAnswer(transport, WriteFailed(peer, epoch, number, error)))
+            case wire.ChecksumCommand(effect):
+                answer = ChecksumReady(effect.transfer, effect.rank, effect.tag, 0, error.info)
+                self._say(wire.ChecksumAnswer(answer))
             case wire.GrantCommand(_, peer, epoch):
                 self._say(wire.GrantAnswer(peer, epoch, error.info))
             case wire.ConnectCommand(number) | wire.AdmitCommand(number) | wire.MeasureCommand(number):
                 self._say(wire.DoneAnswer(number, None, error.info))
             case wire.FenceCommand():
-                self._io.loop.call_later(FENCE_AGAIN_S, self._asked, command)
+                self._link.io.loop.call_later(FENCE_AGAIN_S, self._asked, command)
+            case _:
+                self._broken(error)
 
     def _broken(self, error: SegueError) -> None:
         self._say(wire.FailedAnswer(error.info))
@@ -144,16 +123,7 @@ class RankWorker:
 
     def moved(self, rank: int, transport: str, event: TransportEvent) -> None:
         """See `RankOwner.moved`."""
-        match event:
-            case Written(peer, epoch, tag, nbytes, seconds):
-                answer: wire.Answer = wire.LandedAnswer(transport, peer, epoch, tag, nbytes, seconds)
-            case WriteFailed(peer, epoch, tag, error, refused):
-                answer = wire.BrokenAnswer(transport, peer, epoch, tag, error.info, refused)
-            case Fenced(peer, epoch, proven):
-                answer = wire.FenceAnswer(transport, peer, epoch, proven)
-            case PeerGone(peer, proven, error):
-                answer = wire.PeerGoneAnswer(transport, peer, proven, error.info)
-        self._io.post(self._say, answer)
+        self._link.io.post(self._say, wire.MovedAnswer(transport, event))
 
     def granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None = None) -> None:
         """See `RankOwner.granted`; a rank of this process grants at once."""
@@ -161,13 +131,12 @@ class RankWorker:
 
     def hashed(self, answer: ChecksumReady) -> None:
         """See `RankOwner.hashed`."""
-        said = wire.ChecksumAnswer(answer.transfer, answer.rank, answer.tag, answer.checksum, answer.error)
-        self._io.post(self._say, said)
+        self._link.io.post(self._say, wire.ChecksumAnswer(answer))
 
     def lost(self, rank: int, error: SegueError) -> None:
         """See `RankOwner.lost`; a rank of this process is not lost before the process."""
         raise Internal(f"rank {rank} of this process is lost: {error}")
 
     def _say(self, answer: wire.Answer) -> None:
-        if self._channel is not None:
-            self._channel.send(answer)
+        if not self._closed:  # or it would be taken for one of the rank that begins next
+            self._link.send(answer)

@@ -1,62 +1,56 @@
-"""A rank in a process of its own, as its leader sees it: the same seam, over a local channel.
+"""A rank in a process of its own, as its leader sees it: the same seam, over a link.
 
-A worker closes its end of the channel only after its transports, and a process that dies closes it too.
-So the end of the channel proves that the worker writes and hashes no more; and its pool is gone with it: what
-lands there is never read, for the replica cannot serve without it. Silence proves nothing: the writes are
-given up, and the fences stay open until the channel has ended.
+A worker closes its end of the link only after its transports, and a process that dies closes it too. So the
+end of the link proves that the worker writes and hashes no more; and its pool is gone with it: what lands
+there is never read, for the replica cannot serve without it. Silence proves nothing: the writes are given up,
+and the fences stay open until the link has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from segue.kv.errors import (
     BootstrapTimeout,
     ErrorInfo,
     Internal,
-    PeerLost,
     SegueError,
     TransferFailed,
 )
 from segue.kv.ids import RankId
 from segue.kv.io import Io
 from segue.kv.layout.blocks import CopyBlock
-from segue.kv.limits import Limits
 from segue.kv.path_figures import PathFigures
 from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks.local_rank import RankOwner
-from segue.kv.ranks.rank_channel import RankChannel
-from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
+from segue.kv.ranks.rank_link import RankLink
+from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed
 from segue.kv.transport.probe import PageShape, Scratch
 
 
 class WorkerRank:
-    """The rank `index` of a leader, in another process: see `Rank`. `sock` is our end of a socket pair whose
-    other end a `RankWorker` has. The constructor waits for the worker's first message, at most
-    `limits.connect_s`; it raises BootstrapTimeout, or TransferFailed for a worker that has died.
+    """The rank `index` of a leader, in another process: see `Rank`. At the other end of `link` is a
+    `RankWorker`. The constructor waits for what that one says first, at most `limits.connect_s` of the link;
+    it raises BootstrapTimeout, and PeerLost or TransferFailed for a process that has ended or says nonsense.
 
-    At most `limits.max_session_backlog_bytes` wait for a worker that does not read. A worker that sends
-    nothing for `limits.peer_silence_s` counts as lost.
+    A process that ends, or says nothing for `limits.peer_silence_s`, counts as lost (PeerLost).
     """
 
-    def __init__(self, index: int, sock: socket.socket, limits: Limits) -> None:
-        ready = _first_words(index, sock, limits.connect_s)
+    def __init__(self, index: int, link: RankLink) -> None:
+        ready = link.ready()
         self.spec = ready.spec
         self.endpoints = ready.endpoints
         self.scratch = ready.scratch
         self._index = index
-        self._sock = sock
-        self._limits = limits
+        self._link = link
         self._owner: RankOwner | None = None
-        self._channel: RankChannel | None = None
-        self._io: Io | None = None
         self._error: SegueError | None = None
         self._over = False
+        self._send: Callable[[wire.Command], None] = link.post
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[PathFigures | None]] = {}
         self._writes: set[tuple[str, RankId, int, int]] = set()
@@ -66,17 +60,13 @@ class WorkerRank:
     async def start(self, owner: RankOwner, io: Io) -> None:
         """See `Rank.start`."""
         self._owner = owner
-        self._io = io
-        self._channel = channel = RankChannel(
-            f"the worker of rank {self._index}",
-            wire.Frames(wire.Answer),
-            self._answered,
-            self._ended,
-            backlog_bytes=self._limits.max_session_backlog_bytes,
-            ping_s=self._limits.keepalive_s,
-            silence_s=self._limits.peer_silence_s,
-        )
-        await self._io.loop.create_connection(lambda: channel, sock=self._sock)
+        link = self._link
+        if io is link.io:
+            self._send = link.send
+            link.attach(self._answered, self._ended, ping=True)
+        else:
+            answered, ended = partial(io.post, self._answered), partial(io.post, self._ended)
+            link.io.post(partial(link.attach, answered, ended, ping=True))  # before what is asked
 
     # ---- what it is asked ------------------------------------------------------------------------
 
@@ -98,7 +88,7 @@ class WorkerRank:
         command = wire.MeasureCommand(number, transport, peer, epoch, theirs, shape, timeout_s)
         figures = await self._ask(number, command, timeout_s)
         if figures is None:
-            raise Internal(f"the worker of rank {self._index} has measured nothing and says not why")
+            raise Internal(f"{self._link.name} has measured nothing and says not why")
         return figures
 
     async def _ask(self, number: int, command: wire.Command, timeout_s: float) -> PathFigures | None:
@@ -108,12 +98,12 @@ class WorkerRank:
         answer: asyncio.Future[PathFigures | None]
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            self._say(command)
-            async with asyncio.timeout(timeout_s + self._limits.peer_silence_s):
+            self._send(command)
+            async with asyncio.timeout(timeout_s + self._link.limits.peer_silence_s):
                 return await answer
         except TimeoutError:
             raise BootstrapTimeout(
-                f"the worker of rank {self._index} has not answered {type(command).__name__} in time"
+                f"{self._link.name} has not answered {type(command).__name__} in time"
             ) from None
         finally:
             del self._asked[number]
@@ -123,7 +113,7 @@ class WorkerRank:
         if self._error is not None:
             self._moved(transport, WriteFailed(peer, epoch, tag, self._error))
             return
-        self._say(wire.WriteCommand(transport, peer, epoch, tag, list(blocks)))
+        self._send(wire.WriteCommand(transport, peer, epoch, tag, list(blocks)))
         self._writes.add((transport, peer, epoch, tag))
 
     def grant(
@@ -132,7 +122,7 @@ class WorkerRank:
         """See `Rank.grant`."""
         if self._error is not None:
             raise self._error
-        self._say(wire.GrantCommand(transport, peer, epoch, list(pages), slot))
+        self._send(wire.GrantCommand(transport, peer, epoch, list(pages), slot))
         return False
 
     def fence(self, transport: str, peer: RankId, epoch: int) -> None:
@@ -141,52 +131,42 @@ class WorkerRank:
             self._moved(transport, Fenced(peer, epoch, True))
             return
         self._fences[transport, peer, epoch] = None
-        self._say(wire.FenceCommand(transport, peer, epoch))
+        self._send(wire.FenceCommand(transport, peer, epoch))
 
     def checksum(self, effect: ComputeChecksum) -> None:
         """Have the worker hash what `effect` names."""
         if self._error is not None:
             raise self._error
-        self._say(wire.ChecksumCommand(effect.transfer, effect.rank, effect.tag, effect.content))
+        self._send(wire.ChecksumCommand(effect))
         self._checksums[effect.transfer, effect.tag] = effect
 
     def close(self) -> None:
-        """End the channel, upon which the worker ends its transports. Idempotent."""
+        """Ask nothing any more, and end the link if it carries nothing else. Idempotent."""
         self._owner = None
-        if self._channel is None or self._io is None:
-            self._sock.close()
-        elif not self._io.loop.is_closed():
-            self._io.call(self._hang_up(self._channel), self._limits.connect_s)
-
-    async def _hang_up(self, channel: RankChannel) -> None:
-        channel.close()
-        await channel.closed(self._limits.connect_s / 2)
+        self._link.release()
 
     # ---- what it answers -------------------------------------------------------------------------
 
     def _answered(self, answer: wire.Answer) -> None:
         match answer:
-            case wire.LandedAnswer(transport, peer, epoch, number, nbytes, seconds):
-                self._settle(transport, peer, epoch, number)
-                self._moved(transport, Written(peer, epoch, number, nbytes, seconds))
-            case wire.BrokenAnswer(transport, peer, epoch, number, error, refused):
-                self._settle(transport, peer, epoch, number)
-                self._moved(transport, WriteFailed(peer, epoch, number, error.exception(), refused))
+            case wire.MovedAnswer(transport, event):
+                if isinstance(event, Fenced):
+                    self._fences.pop((transport, event.peer, event.epoch), None)
+                elif not isinstance(event, PeerGone):
+                    self._writes.discard((transport, event.peer, event.epoch, event.tag))
+                self._moved(transport, event)
             case wire.GrantAnswer(peer, epoch, error):
                 if self._owner is not None:
                     self._owner.granted(self._index, peer, epoch, error)
-            case wire.FenceAnswer(transport, peer, epoch, proven):
-                self._fences.pop((transport, peer, epoch), None)
-                self._moved(transport, Fenced(peer, epoch, proven))
-            case wire.PeerGoneAnswer(transport, peer, proven, error):
-                self._moved(transport, PeerGone(peer, proven, error.exception()))
-            case wire.ChecksumAnswer(transfer, rank, number, checksum, error):
-                self._checksums.pop((transfer, number), None)
-                self._hashed(ChecksumReady(transfer, rank, number, checksum, error))
+            case wire.ChecksumAnswer(ready):
+                self._checksums.pop((ready.transfer, ready.tag), None)
+                self._hashed(ready)
             case wire.DoneAnswer(number, figures, error):
                 self._told(number, figures, error)
             case wire.FailedAnswer(error):
                 self._give_up(error.exception())
+            case _:
+                self._give_up(TransferFailed(f"{type(answer).__name__} is no answer of a rank"))
 
     def _told(self, number: int, figures: PathFigures | None, error: ErrorInfo | None) -> None:
         waiting = self._asked.get(number)
@@ -197,11 +177,8 @@ class WorkerRank:
         else:
             waiting.set_exception(error.exception())
 
-    def _settle(self, transport: str, peer: RankId, epoch: int, number: int) -> None:
-        self._writes.discard((transport, peer, epoch, number))
-
     def _ended(self, reason: SegueError, over: bool) -> None:
-        """The channel has ended (`over`), or its worker is not heard any more."""
+        """The link has ended (`over`), or its worker is not heard any more."""
         self._give_up(reason)
         if over and not self._over:
             self._over = True
@@ -224,38 +201,10 @@ class WorkerRank:
         if self._owner is not None:
             self._owner.lost(self._index, reason)
 
-    def _say(self, command: wire.Command) -> None:
-        if self._channel is None:
-            raise Internal(f"rank {self._index} was asked before it was started")
-        self._channel.send(command)
-
-    def _moved(self, transport: str, event: Written | WriteFailed | Fenced | PeerGone) -> None:
+    def _moved(self, transport: str, event: TransportEvent) -> None:
         if self._owner is not None:
             self._owner.moved(self._index, transport, event)
 
     def _hashed(self, answer: ChecksumReady) -> None:
         if self._owner is not None:
             self._owner.hashed(answer)
-
-
-def _first_words(index: int, sock: socket.socket, timeout_s: float) -> wire.ReadyAnswer:
-    """What a worker says of itself, read before the loop has the socket."""
-    frames = wire.Frames(wire.Answer)
-    ends_at = time.monotonic() + timeout_s
-    while True:
-        sock.settimeout(max(1e-3, ends_at - time.monotonic()))
-        try:
-            data = sock.recv(64 * 1024)
-        except TimeoutError:
-            raise BootstrapTimeout(
-                f"the worker of rank {index} was not ready within {timeout_s:g} s"
-            ) from None
-        except OSError as exc:
-            raise TransferFailed(f"the worker of rank {index} cannot be heard: {exc}") from exc
-        if not data:
-            raise PeerLost(f"the worker of rank {index} has ended before it was ready")
-        for message in frames.feed(data):
-            if not isinstance(message, wire.ReadyAnswer):
-                raise TransferFailed(f"the worker of rank {index} began with {type(message).__name__}")
-            sock.setblocking(False)
-            return message

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -34,8 +33,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(msgspec.Struct, frozen=True, tag=True):
     """The write `tag` of `epoch` has landed in the peer's memory, every byte of it.
 
     `nbytes` moved; `seconds` from the moment the write was given to the transport.
@@ -48,8 +46,7 @@ class Written:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
+class WriteFailed(msgspec.Struct, frozen=True, tag=True):
     """The write `tag` of `epoch` did not land, or only in part. No further event for it. `refused`: the
     receiver does not grant `epoch` (any more), and nothing else is wrong."""
 
@@ -60,8 +57,7 @@ class WriteFailed:
     refused: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Fenced:
+class Fenced(msgspec.Struct, frozen=True, tag=True):
     """The answer to `fence`.
 
     On the writing side it comes once nothing reads our memory for `epoch` any more and no write of it will
@@ -77,8 +73,7 @@ class Fenced:
     proven: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerGone(msgspec.Struct, frozen=True, tag=True):
     """The peer's process is dead or its path is closed for good: nothing of it can land any more.
 
     `proven` is True when the kernel or the transport proves it (a closed unix socket of a dead

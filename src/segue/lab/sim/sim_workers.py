@@ -1,4 +1,4 @@
-"""Ranks as workers of their own: production's two ends of their channel, over a simulated socket pair.
+"""Ranks as workers of their own: production's two ends of their link, over a simulated socket pair.
 
 Both ends run in the node's process; what they say takes its time, comes in order, and may stand still.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from segue.kv.errors import SegueError
 from segue.kv.ranks.local_rank import LocalRank
+from segue.kv.ranks.rank_link import RankLink
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
 from segue.lab.sim.faults import Injected
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PipeEnd:
-    """One end of a socket pair: a socket until a loop has it, then asyncio's transport."""
+    """One end of a socket pair: asyncio's transport once a loop has it."""
 
     other: PipeEnd
 
@@ -33,31 +34,17 @@ class PipeEnd:
         self.not_before = 0.0
         self._closed = False
 
-    # ---- as a socket -----------------------------------------------------------------------------
-
-    def settimeout(self, _seconds: float) -> None:
-        """What is read without a loop is there already."""
-
-    def setblocking(self, _blocking: bool) -> None:
-        """It never blocks."""
-
-    def recv(self, nbytes: int) -> bytes:
-        """What the other end has said so far."""
-        data = bytes(self._unread[:nbytes])
-        del self._unread[:nbytes]
-        return data
-
-    # ---- as a transport --------------------------------------------------------------------------
-
     def adopted(self, protocol: Any) -> Any:
         """A loop reads from now on."""
         self._protocol = protocol
         protocol.connection_made(self)
+        if self._unread:
+            protocol.data_received(bytes(self._unread))
         return protocol
 
     def write(self, data: bytes) -> None:
         """Say something."""
-        if self.other._protocol is None:
+        if self.other._protocol is None:  # it is there already when a loop looks
             self.other._unread += data
             return
         self._under_way += len(data)
@@ -108,9 +95,11 @@ class SimWorkerRank(WorkerRank):
         self.ours, self.theirs = PipeEnd(node, rng), PipeEnd(node, rng)
         self.ours.other, self.theirs.other = self.theirs, self.ours
         self._node, self._rank = node, rank
-        self.worker = RankWorker(rank, self.theirs, node.io, node.limits, self._leader_gone)  # type: ignore[arg-type]
+        theirs = RankLink(self.theirs, "the leader", limits=node.limits, io=node.io)  # type: ignore[arg-type]
+        self.worker = RankWorker(rank, theirs, self._leader_gone)
         self.worker.start()
-        super().__init__(index, self.ours, node.limits)  # type: ignore[arg-type]
+        name = f"the process of rank {index}"
+        super().__init__(index, RankLink(self.ours, name, limits=node.limits, io=node.io))  # type: ignore[arg-type]
 
     def fail_next(self, name: str) -> None:
         """The next call of this name of the rank raises, in the worker."""

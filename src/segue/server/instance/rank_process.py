@@ -1,9 +1,8 @@
-"""The process of one rank but the leader's: `python -m segue.server.instance.rank_process PIPE_FD
-CHANNELS_FD`.
+"""The process of one rank but the leader's: `python -m segue.server.instance.rank_process LINK_FD`.
 
-Its main thread carries out the leader's orders (`engine.ranks.parallel_replica`), its I/O thread what
-the hand-offs ask of its pool (`kv.ranks.rank_worker`), over a channel that comes with each role. It dies
-with its leader, and signals that mean the whole family are the leader's.
+Its main thread carries out the leader's orders (`engine.ranks.parallel_replica`), the thread of its link
+what the hand-offs ask of its pool (`kv.ranks.rank_worker`). It dies with its leader, and signals that mean
+the whole family are the leader's.
 """
 
 from __future__ import annotations
@@ -18,20 +17,19 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from segue.engine.ranks.pipe import Pipe
+from segue.engine.ranks.rank_orders import RankMessage
 from segue.kv import (
     DECODE_ERRORS,
     HOST,
     ErrorInfo,
     Internal,
-    IoThread,
     LeaderId,
-    PeerLost,
     PoolSpec,
+    RankLink,
     RankWorker,
     Role,
     SegueError,
@@ -46,8 +44,6 @@ if TYPE_CHECKING:
     from segue.engine.cpu.cpu_forward import CpuForward
 
 _PR_SET_PDEATHSIG = 1  # prctl.h of Linux
-#: For what the leader has asked for and reads.
-SAY_S = 30.0
 
 
 class HereWord(msgspec.Struct, frozen=True, tag=True):
@@ -78,42 +74,33 @@ class CannotWord(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServeOrder(msgspec.Struct, frozen=True, tag=True):
-    """Be a rank of this leader in this role, with these transports, and of no other leader any more. The
-    channel to it waits at the other socket."""
+    """Be a rank of this leader in this role, with these transports, and of no other leader any more."""
 
     me: LeaderId
     role: Role
     transports: list[str]
 
 
-Word = HereWord | LoadedWord | CannotWord
-WORDS: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+#: What goes over the link between a leader and the process of a rank, beside hand-offs.
+Messages = HereWord | SetUpOrder | LoadedWord | CannotWord | RankMessage
 #: How often the interpreter lets another thread run: the I/O thread of a rank must not wait 5 ms for one that
 #: computes between two torch calls.
 SWITCH_INTERVAL_S = 0.0005
-T = TypeVar("T")
 
 
-def heard(pipe: Pipe, decoder: msgspec.msgpack.Decoder[T], within_s: float | None = None) -> T:
-    """The next message. Raises PeerLost, and Internal for one that is of no such kind."""
-    try:
-        return decoder.decode(pipe.receive(within_s))
-    except DECODE_ERRORS as exc:
-        raise Internal(f"{pipe.name} did not say what was due: {exc}") from exc
-
-
-def main(pipe_fd: int, channels_fd: int) -> int:
+def main(link_fd: int) -> int:
     """Serve until the leader leaves; the exit status."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    pipe = Pipe(socket.socket(fileno=pipe_fd), "the leader")
-    channels = socket.socket(fileno=channels_fd)
+    link = RankLink(socket.socket(fileno=link_fd), "the leader", messages=Messages)
     try:
-        _serve(pipe, channels)
+        _serve(link)
     except SegueError as error:
         logging.getLogger("segue.rank").error("this rank ends: %s", error)
         return 1
+    finally:
+        link.close()
     return 0
 
 
@@ -126,21 +113,19 @@ def die_with_parent() -> None:
 
 
 class HandOffs:
-    """What rank `number` hands the KV of `forward` over with: made anew for each role of its leader, whose
-    channels come through `channels`."""
+    """What rank `number` hands the KV of `forward` over with, over `link`: made anew for each role of its
+    leader."""
 
-    def __init__(
-        self, config: InstanceConfig, number: int, forward: CpuForward, channels: socket.socket
-    ) -> None:
+    def __init__(self, config: InstanceConfig, number: int, forward: CpuForward, link: RankLink) -> None:
         self._config = config
         self._number = number
         self._forward = forward
-        self._channels = channels
+        self._link = link
         self._worker: RankWorker | None = None
 
     def serve(self, words: bytes) -> None:
-        """Do what the `ServeOrder` says. Raises Internal for other words, PeerLost without a channel, and
-        what `local_rank` and `RankWorker.start` do."""
+        """Do what the `ServeOrder` says. Raises Internal for other words, and what `local_rank` and
+        `RankWorker.start` do."""
         try:
             order = msgspec.msgpack.decode(words, type=ServeOrder)
         except DECODE_ERRORS as exc:
@@ -162,32 +147,22 @@ class HandOffs:
             HOST,
             self._number,
         )
-        # If the leader ends, the pipe ends at the same time and wakes the main thread.
-        self._worker = RankWorker(rank, self._channel(), IoThread(), config.limit.limits(), lambda _: None)
+        # If the leader ends, the link wakes the main thread, too.
+        self._worker = RankWorker(rank, self._link, lambda _: None)
         self._worker.start()
         # As its leader: what is here now stays, and no collection goes through it, at the end neither.
         gc.unfreeze()
         gc.collect()
         gc.freeze()
 
-    def _channel(self) -> socket.socket:
-        self._channels.settimeout(SAY_S)
-        try:
-            _, fds, _, _ = socket.recv_fds(self._channels, 1, 1)
-        except OSError as exc:
-            raise PeerLost(f"the leader sent no channel: {exc}") from exc
-        if not fds:
-            raise PeerLost("the leader sent no channel")
-        return socket.socket(fileno=fds[0])
-
     def close(self) -> None:
-        """End the transports, and then the channel. Idempotent."""
+        """End the transports. Idempotent."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
 
 
-def _serve(pipe: Pipe, channels: socket.socket) -> None:
+def _serve(link: RankLink) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with frozen_imports():
         # What takes seconds to import, before the ranks wait for one another.
@@ -196,9 +171,12 @@ def _serve(pipe: Pipe, channels: socket.socket) -> None:
         from segue.engine.ranks.collectives import join, meeting_point
         from segue.engine.ranks.parallel_replica import serve_rank
 
-    pipe.send(msgspec.msgpack.encode(HereWord()), SAY_S)
-    order = heard(pipe, msgspec.msgpack.Decoder(SetUpOrder))
+    link.post(HereWord())
+    order = link.receive()
+    if not isinstance(order, SetUpOrder):
+        raise Internal(f"{link.name} said {order} where the configuration was due")
     config = order.config
+    link.limits = config.limit.limits()
     logging.basicConfig(
         level=config.log.log_level.upper(),
         format=f"%(levelname)-7s {config.label} rank {order.rank} %(name)s %(message)s",
@@ -216,15 +194,15 @@ def _serve(pipe: Pipe, channels: socket.socket) -> None:
         )
     except Exception as exc:
         error = typed(exc, "loading")
-        pipe.send(msgspec.msgpack.encode(CannotWord(error.info)), SAY_S)
+        link.post(CannotWord(error.info))
         raise error from exc
-    pipe.send(msgspec.msgpack.encode(LoadedWord(forward.fingerprint, forward.pool.spec)), SAY_S)
-    hand_offs = HandOffs(config, order.rank, forward, channels)
+    link.post(LoadedWord(forward.fingerprint, forward.pool.spec))
+    hand_offs = HandOffs(config, order.rank, forward, link)
     try:
-        serve_rank(pipe, forward, hand_offs.serve)
+        serve_rank(link, forward, hand_offs.serve)
     finally:
         hand_offs.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(int(sys.argv[1])))

@@ -1,9 +1,8 @@
 """The processes of a leader's other ranks: started before the model is loaded, dead at the latest with it.
 
-Each has a pipe to the leader for orders (`engine.ranks.parallel_replica`), and a channel for hand-offs
-(`kv.ranks.worker_rank`), which is another one for each role of the leader and comes through a socket of
-its own. Whichever shows first that one has ended or stands still: then all are killed, the computing
-leader gets an error instead of an answer, and the replica is over.
+Each has one link to the leader, for its orders (`engine.ranks.parallel_replica`) and for the hand-offs of
+each of its roles (`kv.ranks.worker_rank`). Whichever shows first that one has ended or stands still: then all
+are killed, the computing leader gets an error instead of an answer, and the replica is over.
 """
 
 from __future__ import annotations
@@ -23,16 +22,24 @@ import msgspec
 
 from segue.engine.engine_api import Engine, ExpertPeers
 from segue.engine.models.model_registry import check_experts
-from segue.engine.ranks.pipe import Pipe
-from segue.kv import Internal, LeaderId, Memory, PeerLost, Rank, SegueError, WorkerRank, model_identity
+from segue.kv import (
+    Internal,
+    LeaderId,
+    Limits,
+    Memory,
+    Rank,
+    RankLink,
+    SegueError,
+    WorkerRank,
+    model_identity,
+)
 from segue.server.instance.rank_process import (
-    SAY_S,
-    WORDS,
     CannotWord,
+    HereWord,
     LoadedWord,
+    Messages,
     ServeOrder,
     SetUpOrder,
-    heard,
 )
 from segue.server.settings.commands import InstanceConfig
 
@@ -49,46 +56,46 @@ LEAVE_S = 5.0
 
 
 class RankProcess(NamedTuple):
-    """One process, with our ends of its sockets."""
+    """One process, with our end of its link."""
 
     process: subprocess.Popen[bytes]
-    pipe: Pipe
-    channels: socket.socket
+    link: RankLink
 
 
 class Workers:
     """The ranks 1 … of one leader. `lost` is set by whoever serves: it is told once, on any thread, why the
     replica is over; by then no worker is left. `tell` says words to all of them, between two steps."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, limits: Limits) -> None:
         self._lost: Callable[[SegueError], None] = _nobody
         #: the engine's, once it is loaded: see `RanksForward.tell`
         self.tell: Callable[[bytes], None] = _nobody
         self._error: SegueError | None = None
-        self.all = [_started(rank) for rank in range(1, count + 1)]
+        self.all = [_started(rank, limits) for rank in range(1, count + 1)]
 
     @property
-    def pipes(self) -> list[Pipe]:
+    def links(self) -> list[RankLink]:
         """By which orders go, rank 1 first."""
-        return [worker.pipe for worker in self.all]
+        return [worker.link for worker in self.all]
 
     def set_up(self, config: InstanceConfig, pool_bytes: int, port: int) -> None:
         """Once all of them run, have them meet at `port` and load. Raises PeerLost."""
         until = time.monotonic() + START_S
-        for worker in self.all:
-            heard(worker.pipe, WORDS, max(0.0, until - time.monotonic()))
+        for rank, link in enumerate(self.links, 1):
+            word = link.receive(max(0.0, until - time.monotonic()))
+            if not isinstance(word, HereWord):
+                raise Internal(f"rank {rank} said {word} where it had started")
         config = replace(config, secret=b"")  # the sessions are the leader's
-        for rank, worker in enumerate(self.all, 1):
-            order = SetUpOrder(config, rank, pool_bytes, port)
-            worker.pipe.send(msgspec.msgpack.encode(order), SAY_S)
+        for rank, link in enumerate(self.links, 1):
+            link.post(SetUpOrder(config, rank, pool_bytes, port))
 
     def loaded(self, own: CpuForward) -> int:
         """Wait until all have loaded what fits to the leader's part; the bytes of one page in all pools.
         Raises what kept one from it."""
         until = time.monotonic() + LOAD_S
         page_bytes = own.pool.spec.page_bytes
-        for rank, worker in enumerate(self.all, 1):
-            word = heard(worker.pipe, WORDS, max(0.0, until - time.monotonic()))
+        for rank, link in enumerate(self.links, 1):
+            word = link.receive(max(0.0, until - time.monotonic()))
             if isinstance(word, CannotWord):
                 raise word.error.exception()
             if not isinstance(word, LoadedWord):
@@ -108,13 +115,13 @@ class Workers:
         """Have them hand KV over as ranks of `me` in the role of `config`, and of no other leader any more;
         `lost` is told why the replica is over. Raises what kept one from it."""
         self._lost = _nobody  # the leader before
-        channels = [_channel(worker) for worker in self.all]
+        for link in self.links:
+            link.limits = config.limit.limits()
         self.tell(msgspec.msgpack.encode(ServeOrder(me, config.role, list(transports))))
         self._lost = lost
         if self._error is not None:  # nobody was told
             raise self._error
-        limits = config.limit.limits()
-        return [WorkerRank(rank, channel, limits) for rank, channel in enumerate(channels, 1)]
+        return [WorkerRank(rank, link) for rank, link in enumerate(self.links, 1)]
 
     def fail(self, error: SegueError) -> None:
         """The replica is over: kill all of them, which wakes whoever waits for one, and say so. From any
@@ -127,8 +134,7 @@ class Workers:
     def close(self) -> None:
         """End all of them: by themselves in `LEAVE_S`, or else by force. Idempotent."""
         for worker in self.all:
-            worker.pipe.close()
-            worker.channels.close()
+            worker.link.close()
         until = time.monotonic() + LEAVE_S
         for worker in self.all:
             try:
@@ -150,32 +156,19 @@ def _nobody(_: object) -> None:
     """Who is told before anybody serves."""
 
 
-def _channel(worker: RankProcess) -> socket.socket:
-    """Our end of a new channel to `worker`, whose end waits for it."""
+def _started(rank: int, limits: Limits) -> RankProcess:
     ours, theirs = socket.socketpair()
     with theirs:
-        try:
-            socket.send_fds(worker.channels, [b"\0"], [theirs.fileno()])
-        except OSError as exc:
-            ours.close()
-            raise PeerLost(f"{worker.pipe.name} has ended ({exc})") from exc
-    return ours
-
-
-def _started(rank: int) -> RankProcess:
-    ours, theirs = socket.socketpair()
-    channels, their_channels = socket.socketpair()
-    with theirs, their_channels:
-        fds = (theirs.fileno(), their_channels.fileno())
         process = subprocess.Popen(
-            [sys.executable, "-m", "segue.server.instance.rank_process", *map(str, fds)],
+            [sys.executable, "-m", "segue.server.instance.rank_process", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=fds,
+            pass_fds=[theirs.fileno()],
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
     log.info("started the process of rank %d pid=%d", rank, process.pid)
-    return RankProcess(process, Pipe(ours, f"the process of rank {rank}"), channels)
+    link = RankLink(ours, f"the process of rank {rank}", limits=limits, messages=Messages)
+    return RankProcess(process, link)
 
 
 class OpenedReplica(NamedTuple):
@@ -208,7 +201,7 @@ def open_replica(config: InstanceConfig) -> OpenedReplica:
             cache=config.engine.cache,
         )
         return OpenedReplica(engine, engine.memory)
-    workers = Workers(config.size.ranks - 1)
+    workers = Workers(config.size.ranks - 1, config.limit.limits())
     try:
         return OpenedReplica(*_loaded(config, pool_bytes, folder, threads, workers), workers)
     except BaseException:
@@ -266,7 +259,7 @@ def _loaded(
         place=join(config.size, 0, store),
         cache=config.engine.cache,
     )
-    forward = RanksForward(own, workers.pipes, workers.loaded(own), workers.fail)
+    forward = RanksForward(own, workers.links, workers.loaded(own), workers.fail)
     workers.tell = forward.tell
     engine = make_engine(folder, own, forward)
     return engine, engine.memory
