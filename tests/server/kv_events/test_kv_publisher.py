@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -421,11 +422,20 @@ def test_each_dp_rank_has_ports_of_its_own_and_says_which_it_is(ports: tuple[int
 # ---- clients that cost more than they should ----------------------------------------------------------
 
 
-def zmtp_client(port: int, kind: bytes = b"SUB") -> socket.socket:
+def zmtp_client(port: int, kind: bytes = b"SUB", address: str = "127.0.0.1") -> socket.socket:
     """A TCP connection that has done ZMTP's handshake."""
-    sock = socket.create_connection(("127.0.0.1", port), 60)
+    sock = socket.create_connection(("127.0.0.1", port), 60, source_address=(address, 0))
     sock.sendall(zmtp.GREETING + zmtp.ready(kind))
     return sock
+
+
+def heard_a_batch(sock: socket.socket) -> None:
+    """Read until the frame before a batch, its number in 8 bytes, comes after this call."""
+    said = b""
+    while zmtp.head(8, more=True) not in said:
+        piece = sock.recv(2**16)
+        assert piece, "it was cut"
+        said = said[-1:] + piece
 
 
 def ended(sock: socket.socket) -> None:
@@ -552,11 +562,71 @@ def test_clients_that_ask_for_nothing_make_room_and_beyond_the_limit_newcomers_a
         publisher.close()
 
 
+def test_subscribers_of_one_address_do_not_keep_those_of_another_one_out(
+    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_publisher, "MAX_CLIENTS", 4)
+    monkeypatch.setattr(kv_publisher, "BEAT_S", 0.02)
+    publisher = KVPublisher(KVEventsConfig(kv_events_port=ports[0]), 0)
+    here = list[socket.socket]()
+    try:
+        for address in ("127.0.1.1",) * 4 + ("127.0.1.2", "127.0.1.3"):
+            here.append(zmtp_client(ports[0], address=address))
+            here[-1].sendall(b"\x00\x01\x01")
+            heard_a_batch(here[-1])
+        for sock in here[:2]:
+            ended(sock)
+        with zmtp_client(ports[0], address="127.0.1.1") as refused:
+            ended(refused)
+        for sock in here[2:]:
+            heard_a_batch(sock)
+    finally:
+        for sock in here:
+            sock.close()
+        publisher.close()
+
+
+@pytest.mark.parametrize(("rate", "heard"), [(0.001, 63), (6400.0, 1000)])
+def test_a_client_that_says_much_is_read_at_a_rate(
+    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch, rate: float, heard: int
+) -> None:
+    """One that subscribed and unsubscribed without end occupied half a core of the instance."""
+    monkeypatch.setattr(kv_publisher, "HEARD_FRAMES_S", rate)
+    monkeypatch.setattr(kv_publisher, "BEAT_S", 0.02)
+    publisher = KVPublisher(KVEventsConfig(kv_events_port=ports[0]), 0)
+    pong = zmtp.command(b"PONG", b"abcd")
+    try:
+        with zmtp_client(ports[0]) as client, zmtp_client(ports[0]) as other:
+            client.sendall(zmtp.command(b"PING", b"\0\1abcd") * 1000)
+            other.sendall(b"\x00\x01\x01")
+            heard_a_batch(other)
+            said = b""
+            while said.count(pong) < heard:
+                piece = client.recv(65536)
+                assert piece
+                said += piece
+            heard_a_batch(other)
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
+    finally:
+        publisher.close()
+
+
 def test_a_subscriber_that_reads_nothing_holds_no_batches_and_is_cut(
-    pair: tuple[KVPublisher, Subscriber], ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[KVPublisher, Subscriber],
+    ports: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     publisher, honest = pair
     monkeypatch.setattr(kv_publisher, "STALL_S", 0.2)
+    cut, hearing = threading.Event(), logging.Handler(logging.DEBUG)
+    monkeypatch.setattr(
+        hearing, "emit", lambda record: cut.set() if "client_cut" in record.getMessage() else None
+    )
+    monkeypatch.setattr(kv_publisher.log, "handlers", [hearing])
+    caplog.set_level(logging.DEBUG, kv_publisher.log.name)
     stalled = zmtp_client(ports[0])
     try:
         stalled.sendall(b"\x00\x01\x01")
@@ -565,6 +635,7 @@ def test_a_subscriber_that_reads_nothing_holds_no_batches_and_is_cut(
             publisher.publish([BlockStored([number], None, tokens, 80_000)])
             honest.last = heard_once(honest.sub, honest.last)[1]
         assert rss() - before < kv_publisher.KEPT_BYTES + 32 * 2**20, "160 MB were sent"
+        assert cut.wait(60), "reading now would save it"
         ended(stalled)
     finally:
         stalled.close()

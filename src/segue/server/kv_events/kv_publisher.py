@@ -17,7 +17,9 @@ Nobody is authenticated there, so everything that a client costs has a limit:
 | bytes that wait for one client | `CHUNK`, in its connection's buffer, and as many in the kernel |
 | connections of each port in their handshake | `MAX_PENDING`, each for `HANDSHAKE_S`; the oldest makes room |
 | connections of each port after it | `MAX_CLIENTS`, fewer where the process may open few files |
+| connections of one address | a newcomer takes the place of one whose address has at least two more |
 | a client that does not read | its connection ends after `STALL_S` |
+| what one client says | `HEARD_FRAMES` frames, then `HEARD_FRAMES_S` a second; the rest is read later |
 | replays | one at a time for each connection, all together `REPLAY_BYTES_S`, by turns |
 """
 
@@ -30,7 +32,7 @@ import socket
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +57,7 @@ BEAT_S = 1.0
 MAX_PENDING, MAX_CLIENTS = 32, 64
 HANDSHAKE_S = 5.0
 STALL_S = 30.0
+HEARD_FRAMES, HEARD_FRAMES_S = 64, 32.0
 CHUNK = 2**16
 #: Bytes of replays in a second, and what each batch costs besides its bytes.
 REPLAY_BYTES_S, BATCH_COST = 16 * 2**20, 1024
@@ -287,7 +290,7 @@ class _Port:
 
     def admit(self, client: _Client) -> None:
         """The handshake of `client` is done. Raises OutOfCapacity."""
-        if len(self.clients) >= self._most and not self._make_room():
+        if len(self.clients) >= self._most and not self._make_room() and not self._make_fair(client):
             raise OutOfCapacity(f"{self._most} clients are connected already")
         self.listener.authenticated(client)
         self.clients[client] = None
@@ -324,6 +327,17 @@ class _Port:
                 return True
         return False
 
+    def _make_fair(self, newcomer: _Client) -> bool:
+        """End a client of the address that has most, unless the newcomer's would then have more than that."""
+        counts = Counter(client.address for client in self.clients)
+        [(address, most)] = counts.most_common(1)
+        if most < counts[newcomer.address] + 2:
+            return False
+        victim = next(client for client in self.clients if client.address == address)
+        victim.cut(OutOfCapacity("others need its place, and its address has most"))
+        self.left(victim)
+        return True
+
 
 class _Client(asyncio.Protocol):
     """One connection; a `PendingProtocol`. It reads batches from `at` up to `until`, or all new ones."""
@@ -337,12 +351,16 @@ class _Client(asyncio.Protocol):
         self._ready = self._held = self._gone = False
         self._listening = True
         self._deadline = Deadline(self._loop, self._too_late)
+        self.address = ""
         #: prefixes of the topic that it has subscribed to
         self.topics: set[bytes] = set()
         self.at = 0
         self._until: int | None = None
         #: what of the batch at hand is not written
         self._rest = memoryview(b"")
+        #: frames that may be heard now, and since when
+        self._hears, self._hears_at = float(HEARD_FRAMES), self._loop.time()
+        self._quiet: asyncio.TimerHandle | None = None
 
     @property
     def busy(self) -> bool:
@@ -356,6 +374,10 @@ class _Client(asyncio.Protocol):
     def _may_write(self) -> bool:
         return not self._held and not self._gone
 
+    def _may_hear(self) -> bool:
+        """Whether its next frame may be looked at."""
+        return self._hears >= 1 and not self._asking() and self._may_write()
+
     # ---- PendingProtocol -------------------------------------------------------------------------
 
     def refuse_when_made(self, error: SegueError) -> None:
@@ -364,8 +386,7 @@ class _Client(asyncio.Protocol):
     def cut(self, error: SegueError) -> None:
         """See `PendingProtocol`."""
         log.debug("event=kv_events_client_cut reason=%r", str(error))
-        self._gone = True
-        self._deadline.close()
+        self._end()
         if self._transport is not None:
             self._transport.abort()
 
@@ -373,6 +394,7 @@ class _Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self.address = str((transport.get_extra_info("peername") or ("",))[0])
         if self._gone:  # it was cut while it was made
             self._transport.abort()
             return
@@ -399,10 +421,15 @@ class _Client(asyncio.Protocol):
             self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gone = True
-        self._deadline.close()
+        self._end()
         self._port.listener.closed(self)
         self._port.left(self)
+
+    def _end(self) -> None:
+        self._gone = True
+        self._deadline.close()
+        if self._quiet is not None:
+            self._quiet.cancel()
 
     def finish(self) -> None:
         """Close once what was written is read."""
@@ -418,20 +445,31 @@ class _Client(asyncio.Protocol):
     def _read(self) -> None:
         """What has come, up to a question: the next one is read after its answer."""
         try:
-            if self._may_write() and not self._asking():
+            now = self._loop.time()
+            more_s, self._hears_at = now - self._hears_at, now
+            self._hears = min(HEARD_FRAMES, self._hears + more_s * HEARD_FRAMES_S)
+            if self._may_hear():
                 for is_command, more, frame in self._frames.frames():
+                    self._hears -= 1
                     if is_command:
                         self._command(frame)
                     else:
                         self._part(frame, more)
-                    if self._asking() or not self._may_write():
+                    if not self._may_hear():
                         break
         except SegueError as error:
             log.info("event=kv_events_client_refused port=%s reason=%r", self._port.kind.decode(), str(error))
             self.cut(error)
             return
-        if self._asking() or not self._may_write():
+        if not self._may_hear():
             self._listen(False)
+        if self._hears < 1 and self._quiet is None and not self._gone:
+            self._quiet = self._loop.call_later(HEARD_FRAMES / 2 / HEARD_FRAMES_S, self._hear_again)
+
+    def _hear_again(self) -> None:
+        self._quiet = None
+        if self._may_write() and not self._asking():
+            self._go_on()
 
     def _go_on(self) -> None:
         """Nothing is in the way of reading any more."""
