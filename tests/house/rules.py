@@ -477,6 +477,12 @@ def package_edges(modules: Iterable[Source]) -> dict[str, set[str]]:
     return edges
 
 
+def module_edges(modules: Iterable[Source], package: str) -> dict[str, set[str]]:
+    """Which modules of `package` import which, wherever in the file and for types alone, too."""
+    found = {source.name: source for source in modules if source.package == package and not source.is_package}
+    return {name: set(imported_modules(source)) & set(found) for name, source in found.items()}
+
+
 def _called(node: ast.Call) -> str:
     return _dotted(node.func)
 

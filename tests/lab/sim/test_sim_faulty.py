@@ -11,9 +11,9 @@ import pytest
 from segue.kv.ids import Incarnation, LeaderId, Role, Span, TransferId
 from segue.kv.protocol.messages import ChunkPosted, Destination
 from segue.lab.sim.faulty import KINDS
+from segue.lab.sim.node_spec import NodeSpec
 from segue.lab.sim.run import load, run_scenario
 from segue.lab.sim.scenario import Fault
-from segue.lab.sim.sim_leader import NodeSpec
 from segue.lab.sim.splits import Splits
 
 #: Over tcp and over shm.
@@ -49,8 +49,7 @@ def test_the_checksum_of_a_chunk_of_another_rank_is_expected_to_be_wrong() -> No
         transfer=transfer, source=0, target=0, sequence=0, span=Span(0, 4), nbytes=64, final=True, checksum=1
     )
     spoiled: set[TransferId] = set()
-    checks = SimpleNamespace(flips=SimpleNamespace(spoiled=spoiled))
-    node: Any = SimpleNamespace(deployment=SimpleNamespace(checks=checks))
+    node: Any = SimpleNamespace(state=SimpleNamespace(flipped=spoiled))
     [heard] = KINDS[TOLD[Role.DECODE][0]][1](node, said)
     assert isinstance(heard, ChunkPosted)
     assert (heard.source, spoiled) == (1, {transfer})

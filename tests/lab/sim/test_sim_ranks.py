@@ -141,7 +141,7 @@ def test_a_flip_beside_the_prompt_strikes_no_token_of_another_rank(tokens: int, 
     node: Any = SimpleNamespace(engine=engine, exchange=SimpleNamespace(_machines={transfer: machine}))
     rng: Any = SimpleNamespace(random=lambda: 0.0, randrange=lambda _: 0)
     content = Content((Plane(0, 1, 1, 4, 1, 1),), ((12, tokens),), 4)
-    flips = BitFlips(Counter())
+    flips = BitFlips(Counter(), set())
     flips.page(node, ComputeChecksum(transfer, 0, 1, content), rng)
     assert (transfer not in flips.spoiled) is beside
 

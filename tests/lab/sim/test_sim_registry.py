@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from segue.kv.errors import PeerRestarted
 from segue.kv.ids import LeaderId, Role
+from segue.lab.sim.registry_wire import TTL_S
 from segue.lab.sim.run import load, run_scenario
 from segue.lab.sim.scenario import Fault, Scenario
-from segue.lab.sim.sim_registry import TTL_S
 from segue.lab.sim.vocabulary import AT_THE_DOORS, FAULTS
 from segue.server.registry.registry_records import InstanceList, InstanceRecord, Registered
 from segue.server.registry.registry_store import RegistryStore

@@ -28,10 +28,11 @@ from segue.lab.sim.datapath import ShmPath, TcpPath
 from segue.lab.sim.deployment import Deployment
 from segue.lab.sim.flow import SentPart
 from segue.lab.sim.front import FrontNode
+from segue.lab.sim.node_spec import VOCAB
 from segue.lab.sim.run import describe, run_scenario, tell
 from segue.lab.sim.scenario import make_scenario
 from segue.lab.sim.sim_engine import reference
-from segue.lab.sim.sim_node import VOCAB, KVNode
+from segue.lab.sim.sim_node import KVNode
 from segue.lab.sim.unix import Mapping, Memfd
 from segue.lab.sim.world import Violation
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item
@@ -279,13 +280,13 @@ def foreign_metadata(stage: Stage) -> None:
 
 
 def commits_metadata_of_another_prompt(stage: Stage) -> None:
-    stage.checks.spoiled[stage.transfer.room] = "prompt tokens"
+    stage.deployment.state.spoiled[stage.transfer.room] = "prompt tokens"
     stage.phases(stage.decode, B, W, T, S)
 
 
 def answers_from_spoiled_metadata(stage: Stage) -> None:
     asked = stage.asked()
-    stage.checks.spoiled[asked.room] = "first token"
+    stage.deployment.state.spoiled[asked.room] = "first token"
     stage.checks.answers.tokens(asked)
 
 
@@ -305,7 +306,7 @@ def fails(stage: Stage, code: ErrorCode, text: str = "?") -> None:
 
 def lost_where_nothing_struck(stage: Stage) -> None:
     placed(stage)
-    elsewhere = FrontNode(stage.deployment, 9, 0)
+    elsewhere = FrontNode(stage.deployment.state, stage.deployment.causes, stage.checks.answers, 9, 0)
     stage.deployment.causes.struck("broken", stage.prefill, elsewhere)
     stage.deployment.causes.struck("killed", elsewhere)
     fails(stage, ErrorCode.PEER_LOST)
@@ -394,7 +395,7 @@ def without_prompt_logprobs(stage: Stage) -> None:
 
 def unspoiled_metadata_refused(stage: Stage) -> None:
     placed(stage)
-    stage.checks.spoiled[stage.transfer.room + 1] = "prompt hash"
+    stage.deployment.state.spoiled[stage.transfer.room + 1] = "prompt hash"
     stage.phases(stage.decode, B, W, T)
     wrong = MetadataMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
     stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=wrong))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 from segue.engine.request import Request, Usage
 from segue.kv.errors import ErrorCode, ErrorInfo
 from segue.kv.ids import Role
+from segue.lab.sim.causes import Causes
+from segue.lab.sim.clients import Asked
+from segue.lab.sim.node_spec import VOCAB
+from segue.lab.sim.node_views import FrontView, KVView
 from segue.lab.sim.sim_engine import answer, logprob_of, reference
-from segue.lab.sim.sim_node import VOCAB, KVNode
+from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Violation
-
-if TYPE_CHECKING:
-    from segue.lab.sim.clients import Asked
-    from segue.lab.sim.deployment import Deployment
-    from segue.lab.sim.front import FrontNode
 
 #: Placements of one request, whatever happens to it (stated here anew, not taken from production).
 MAX_ATTEMPTS = 4
@@ -41,18 +37,18 @@ _AFTER_COMMIT = frozenset(
 
 
 class AnswerChecks:
-    """What frontends are looked at for. `spoiled` are the rooms whose metadata was."""
+    """What frontends are looked at for."""
 
-    def __init__(self, deployment: Deployment, spoiled: Mapping[int, str]) -> None:
-        self.deployment = deployment
-        self.spoiled = spoiled
+    def __init__(self, state: SimState, causes: Causes) -> None:
+        self._state = state
+        self._causes = causes
 
     def tokens(self, asked: Asked) -> None:
         """24, as soon as it can be seen; 23 with the first token."""
         wanted = asked.wanted
-        if asked.room in self.spoiled:
+        if asked.room in self._state.spoiled:
             raise Violation("7", f"{wanted.name} got {asked.tokens} from spoiled metadata", (asked.room,))
-        if asked.room in self.deployment.causes.conflicts:
+        if asked.room in self._causes.conflicts:
             raise Violation("conflict", f"{wanted.name} is served in spite of its DP rank", (asked.room,))
         expected = reference(wanted.prompt, wanted.sampling, VOCAB, len(asked.tokens))
         if asked.tokens != expected:
@@ -84,14 +80,14 @@ class AnswerChecks:
             left = ", ".join(f"{role} {leader}" for leader, role in asked.attempts[-1].live.items())
             raise Violation("pair", f"{asked.wanted.name} still runs at {left}", tuple(asked.rooms))
 
-    def refused(self, front: FrontNode, asked: Asked, error: ErrorInfo) -> None:
+    def refused(self, front: FrontView, asked: Asked, error: ErrorInfo) -> None:
         """25, of a client's one error: it is that of its last attempt, or its frontend's own and true."""
-        rooms, now = tuple(asked.rooms), self.deployment.world.now
+        rooms, now = tuple(asked.rooms), self._state.world.now
         own = error.origin == "frontend"
         if own and error.code is ErrorCode.DEADLINE_EXCEEDED:
             wrong = "before its deadline" if now < asked.deadline - 1e-6 else ""
         elif own and error.code in (ErrorCode.STARTING, ErrorCode.BOOTSTRAP_UNREACHABLE):
-            wrong = "though somebody could serve" if front.wire.pairs(asked.wanted) else ""
+            wrong = "though somebody could serve" if front.pairs(asked.wanted) else ""
         elif own and error.code is ErrorCode.DP_RANK_OUT_OF_RANGE:  # its instance has changed its role
             known = front.fleet.membership.replicas.values()
             sizes = [r.record.dp_size for r in known if r.role is Role.PREFILL]
@@ -103,19 +99,19 @@ class AnswerChecks:
         if wrong:
             raise Violation("25", f"{asked.wanted.name} is told {error}, {wrong}", rooms)
 
-    def ended_at(self, front: FrontNode, asked: Asked) -> None:
+    def ended_at(self, front: FrontView, asked: Asked) -> None:
         """15, of a request: its frontend ends it when its deadline passes, whatever the workers do. And when
         it has ended, nothing of it is left running."""
-        now = self.deployment.world.now
+        now = self._state.world.now
         if now > asked.deadline + 0.001 and not front.was_paused:
             raise Violation("15", f"{asked.wanted.name} outlived its deadline", tuple(asked.rooms))
         self._halves(asked)
 
-    def waiting(self, front: FrontNode) -> None:
+    def waiting(self, front: FrontView) -> None:
         """17, of requests: none waits while somebody could serve it who is not said to be gone. Something may
         be about to place it, so it must have been so at the last look too."""
         for asked in front.asked.values():
-            pairs = front.wire.pairs(asked.wanted)
+            pairs = front.pairs(asked.wanted)
             idle = not asked.attempts or not asked.attempts[-1].live
             worse = asked.dead | asked.suspect
             if not idle or not any(p.leader not in worse and d.leader not in worse for p, d in pairs):
@@ -132,7 +128,7 @@ class AnswerChecks:
             raise Violation("25", f"{asked.wanted.name}: no origin or phase in {error}", rooms)
         if asked.wanted.bad:
             return
-        self.deployment.causes.require(error, (asked.room,))
+        self._causes.require(error, (asked.room,))
         if (
             role is Role.DECODE
             and asked.begun
@@ -143,24 +139,24 @@ class AnswerChecks:
 
     def _lost_rank(self, asked: Asked) -> bool:
         """Whether the instance that decodes it cannot compute any more."""
-        node = self.deployment.by_leader[asked.attempts[-1].pair[1]]
-        return isinstance(node, KVNode) and node.lost_rank
+        node = self._state.by_leader[asked.attempts[-1].pair[1]]
+        return isinstance(node, KVView) and node.lost_rank
 
     def left(self, asked: Asked, error: ErrorInfo) -> None:
         """A session ended under a request."""
-        self.deployment.causes.require(error, (asked.room,))
+        self._causes.require(error, (asked.room,))
 
     def ended(self, asked: Asked) -> None:
         """A request has its one end."""
-        self.deployment.counts[asked.outcome] += 1
+        self._state.counts[asked.outcome] += 1
         if asked.error is not None and asked.error.code is ErrorCode.DP_RANK_CONFLICT:
-            self.deployment.counts["ended by a conflict of ranks"] += 1
+            self._state.counts["ended by a conflict of ranks"] += 1
         if asked.outcome == "done":
             wanted = asked.wanted
             count = len(asked.tokens)
             # A generation may also end where the context or the pool of its instance does.
-            ends = {min(512, n.pages * n.page_tokens) for n in self.deployment.scenario.nodes}
-            due = len(answer(wanted.prompt, wanted.sampling, VOCAB, self.deployment.eos))
+            ends = {min(512, n.pages * n.page_tokens) for n in self._state.scenario.nodes}
+            due = len(answer(wanted.prompt, wanted.sampling, VOCAB, self._state.eos))
             if count != due and (count > due or len(wanted.prompt) + count not in ends):
                 raise Violation(
                     "24", f"{wanted.name} ended after {count} tokens, not {due}", tuple(asked.rooms)

@@ -10,29 +10,27 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from segue.kv.errors import ErrorCode, ErrorInfo
 from segue.kv.ids import KVPoll, Role, TransferId
 from segue.kv.protocol import events
+from segue.lab.sim.node_views import KVView
 from segue.lab.sim.world import Violation
-
-if TYPE_CHECKING:
-    from segue.lab.sim.sim_node import KVNode
 
 
 class BitFlips:
     """The ledger of one deployment."""
 
-    def __init__(self, counts: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str], spoiled: set[TransferId]) -> None:
         self._counts = counts
         #: hand-offs of which a byte that matters is wrong
-        self.spoiled: set[TransferId] = set()
+        self.spoiled = spoiled
 
     # ---- where they strike ---------------------------------------------------------------------
 
     def wire(
-        self, node: KVNode, epoch: int, data: list[tuple[int, bytes]], rng: random.Random
+        self, node: KVView, epoch: int, data: list[tuple[int, bytes]], rng: random.Random
     ) -> list[tuple[int, bytes]]:
         """`data` as it lands on `node` under `epoch`, with one bit changed."""
         exposed = node.exposed.get(epoch)
@@ -45,7 +43,7 @@ class BitFlips:
         wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
         return [*data[:index], (to, bytes(wrong)), *data[index + 1 :]]
 
-    def page(self, node: KVNode, effect: events.ComputeChecksum, rng: random.Random) -> None:
+    def page(self, node: KVView, effect: events.ComputeChecksum, rng: random.Random) -> None:
         """One bit changes among the landed bytes that `effect` is about to read; or, sometimes, in the
         unused rest of the prompt's last page, which nobody reads."""
         if effect.transfer in self.spoiled:
@@ -68,7 +66,7 @@ class BitFlips:
             at = plane.at(slot + rng.randrange(tokens), spec.page_tokens)
         node.engine.memory[at + rng.randrange(plane.row_bytes)] ^= 1 << rng.randrange(8)
 
-    def _prompt_end(self, node: KVNode, effect: events.ComputeChecksum) -> int:
+    def _prompt_end(self, node: KVView, effect: events.ComputeChecksum) -> int:
         """The slot behind the prompt's last token. What one rank of several sends may end before it, and the
         next token of its last page comes from another rank."""
         machine: Any = node.exchange._machines[effect.transfer]
@@ -77,7 +75,7 @@ class BitFlips:
 
     # ---- what must come of it ------------------------------------------------------------------
 
-    def ended(self, node: KVNode, effect: events.Phase) -> None:
+    def ended(self, node: KVView, effect: events.Phase) -> None:
         """5: nothing is decoded from a flipped hand-off; and no checksum is wrong without a flip."""
         transfer, error = effect.transfer, effect.error
         if effect.phase is KVPoll.SUCCESS and node.spec.role is Role.DECODE and transfer in self.spoiled:
@@ -85,7 +83,7 @@ class BitFlips:
         if error is not None and error.code is ErrorCode.CHECKSUM_MISMATCH:
             self._mismatch(node, error, transfer)
 
-    def _mismatch(self, node: KVNode, error: ErrorInfo, transfer: TransferId) -> None:
+    def _mismatch(self, node: KVView, error: ErrorInfo, transfer: TransferId) -> None:
         if transfer not in self.spoiled:
             raise Violation("12", f"{transfer}: {error.text}, but no bit was wrong", (transfer.room,))
         self._counts["mismatches"] += 1

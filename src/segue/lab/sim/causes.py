@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
+from segue.engine.request import RankHints
 from segue.kv.errors import ErrorCode, ErrorInfo
 from segue.kv.ids import LeaderId
-from segue.lab.sim.sim_registry import SETTLED_S
+from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT
+from segue.kv.protocol.ticket import Ticket
+from segue.lab.sim.clients import Asked
+from segue.lab.sim.node_spec import NodeSpec
+from segue.lab.sim.node_views import NodeView
+from segue.lab.sim.registry_wire import SETTLED_S
+from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Process, Violation
-
-if TYPE_CHECKING:
-    from segue.lab.sim.clients import Asked
-    from segue.lab.sim.deployment import Deployment
-    from segue.lab.sim.sim_leader import LeaderNode, NodeSpec
 
 _UNREACHED = {ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIMEOUT}
 _LATE = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.BOOTSTRAP_TIMEOUT}
@@ -145,9 +146,9 @@ class AttemptCause:
 class Causes:
     """The ledger of one deployment."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
-        self._world = deployment.world
+    def __init__(self, state: SimState) -> None:
+        self._state = state
+        self._world = state.world
         self._found: list[Cause] = []
         self._routes: dict[int, AttemptCause] = {}
         #: rooms that decode looks for on another DP rank first
@@ -165,7 +166,7 @@ class Causes:
         """`kind` struck what has all of `who` in its route (nobody: all), for `seconds` and a while."""
         now = self._world.now
         for_ever = kind in _ARMED or kind in ("killed", "drained")
-        until = inf if for_ever else now + seconds + self._deployment.checks.bound_s
+        until = inf if for_ever else now + seconds + self._state.timing.bound_s
         self._found.append(Cause(kind, frozenset(p.me for p in who), now, until))  # type: ignore[attr-defined]
 
     def placed(self, room: int, asked: Asked, who: set[LeaderId]) -> None:
@@ -181,7 +182,7 @@ class Causes:
         self._misplaced.add(room)
         if fails:
             self.conflicts.add(room)
-        if rank in self._deployment.by_leader and (route := self._routes.get(room)) is not None:
+        if rank in self._state.by_leader and (route := self._routes.get(room)) is not None:
             route.who.add(rank)
 
     def submitted(self, room: int, budget_s: float) -> None:
@@ -195,13 +196,44 @@ class Causes:
         if room in self._routes:
             self._routes[room].chained = True
 
-    def short(self, node: LeaderNode, waits: bool) -> None:
+    def short(self, node: NodeView, waits: bool) -> None:
         """Whether requests wait at `node`, from its last turn to its next, for what others there have. That
         something moves there is 17."""
         if waits:
             self._short[node.me] = inf
         elif self._short.get(node.me) == inf:
             self._short[node.me] = self._world.now
+
+    def break_session(self, a: Process, b: Process) -> None:
+        """The connections between two processes end."""
+        self.struck("broken", a, b)
+        for connection in self._state.network.between(a, b):
+            connection.snap()
+
+    def is_open(self, ticket: Ticket) -> bool:
+        """Whether the DP rank of prefill is left open: a third of what goes to an instance of several."""
+        return self._spec(ticket.prefill).dp.size > 1 and ticket.room % 3 == 0
+
+    def expect_conflict(self, ticket: Ticket, hints: RankHints | None) -> None:
+        """Of an open ticket, with these hints of its client: decode looks for it on the rank that they or its
+        room name, unless it is to ask. Of another one (None) the instance's own rule may name another."""
+        dp, room, true = self._spec(ticket.prefill).dp, ticket.room, ticket.prefill
+        if hints is not None:
+            self.open_rooms.add(room)
+        rank = dp.follows(room)
+        if hints is not None and hints.disagg_prefill_dp_rank is not None:
+            rank = hints.disagg_prefill_dp_rank
+        elif hints is not None and (dp.force_query or hints.force_query_prefill_dp_rank):
+            self._state.counts["forced queries"] += 1
+            return
+        fails = dp.on_conflict == FAIL_ON_CONFLICT
+        if rank not in (None, true.dp_rank) and (hints is not None or fails):
+            self.misplaced(room, LeaderId(true.incarnation, rank), fails=fails)
+
+    def _spec(self, leader: LeaderId) -> NodeSpec:
+        node = self._state.by_leader[leader]
+        assert isinstance(node, NodeView)
+        return node.spec
 
     # ---- what is asked ---------------------------------------------------------------------------
 
@@ -225,7 +257,7 @@ class Causes:
         return wrong
 
     def _why(self, error: ErrorInfo, room: int, route: AttemptCause) -> str:
-        code, checks, now = error.code, self._deployment.checks, self._world.now
+        code, state, now = error.code, self._state, self._world.now
         jumped = any(cause.kind == "clock jump" and cause.who <= route.who for cause in self._found)
         if code is ErrorCode.DEADLINE_EXCEEDED and not route.chained and not jumped:
             left_s = route.deadline - now
@@ -236,11 +268,11 @@ class Causes:
         if route.chained or any(self._touches(cause, code, route) for cause in self._found):
             return ""
         match code:
-            case ErrorCode.METADATA_MISMATCH if room in checks.spoiled:
+            case ErrorCode.METADATA_MISMATCH if room in state.spoiled:
                 return ""
-            case _ if room in checks.misheard and code in _MISHEARD:
+            case _ if room in state.misheard and code in _MISHEARD:
                 return ""
-            case ErrorCode.CHECKSUM_MISMATCH if any(t.room == room for t in checks.flips.spoiled):
+            case ErrorCode.CHECKSUM_MISMATCH if any(t.room == room for t in state.flipped):
                 return ""
             case _ if code in _UNASKED and room in self.open_rooms and self._unlisted(now):
                 return ""
@@ -271,7 +303,7 @@ class Causes:
         )
 
     def _specs(self, route: AttemptCause) -> list[NodeSpec]:
-        processes = (self._deployment.by_leader[me] for me in route.who)
+        processes = (self._state.by_leader[me] for me in route.who)
         return [spec for spec in (getattr(p, "spec", None) for p in processes) if spec is not None]
 
     def _mismatched(self, route: AttemptCause) -> bool:
@@ -279,11 +311,11 @@ class Causes:
 
     def _unlisted(self, now: float) -> bool:
         """Whether the registry may have forgotten somebody who lives, or could not be asked."""
-        return now < self._deployment.registry.trouble_at + SETTLED_S
+        return now < self._state.registry_trouble_at + SETTLED_S
 
     def _changed_role(self, route: AttemptCause) -> bool:
         """Whether somebody of another role comes where one of them was."""
-        specs = self._deployment.specs
+        specs = self._state.specs
         return any(
             spec.name in specs and specs[spec.name].role is not spec.role for spec in self._specs(route)
         )
@@ -296,7 +328,7 @@ class Causes:
         return len(route.asked.wanted.prompt) + 1 > room_tokens
 
     def _full(self, error: ErrorInfo, route: AttemptCause) -> bool:
-        scenario = self._deployment.scenario
+        scenario = self._state.scenario
         if "already holds" in error.text:
             return f"holds {scenario.max_queue} " in error.text
         return "to continue" in error.text or scenario.max_early < 1024

@@ -6,7 +6,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from segue.kv.errors import TransferFailed
 from segue.kv.ids import RankId
@@ -21,16 +21,13 @@ from segue.kv.transport.options import TransportOptions
 from segue.kv.transport.shm.shm_transport import ShmTransport, ShmTuning
 from segue.kv.transport.tcp.tcp_net import TcpTuning
 from segue.kv.transport.tcp.tcp_transport import TcpTransport
-from segue.lab.sim.faults import Injected
 from segue.lab.sim.flow import Flow, SentPart
+from segue.lab.sim.node_views import KVView
+from segue.lab.sim.sim_host import SimHost
 from segue.lab.sim.sim_threads import SimThread
 from segue.lab.sim.streams import SimNet
-from segue.lab.sim.unix import Memfd, SimHost, UnixSocket
-from segue.lab.sim.world import Process, Violation
-
-if TYPE_CHECKING:
-    from segue.lab.sim.sim_node import KVNode
-
+from segue.lab.sim.unix import Memfd, UnixSocket
+from segue.lab.sim.world import Injected, Process, Violation
 
 #: Bytes of a part's head that nobody reads.
 SPARE = (5, 6, 7)
@@ -43,7 +40,7 @@ class DataPath:
     #: of which transport
     name: ClassVar[str]
 
-    def __init__(self, writer: KVNode, mine: int, reader: KVNode, rank: int) -> None:
+    def __init__(self, writer: KVView, mine: int, reader: KVView, rank: int) -> None:
         self.writer = writer
         self.reader = reader
         #: which rank of the writer, and which of the reader
@@ -52,7 +49,7 @@ class DataPath:
         self.timing = writer.world_timing
         self.slow = 1.0
         #: faults that wait for the next time that a write is half done
-        self.mid_write: list[str] = []
+        self.mid_write: list[Callable[[], None]] = []
         #: how many of the next slices that land come with one bit changed
         self.flips = 0
         #: writes without their event: (epoch, tag)
@@ -64,12 +61,13 @@ class DataPath:
     @property
     def transport(self) -> SimTransport:
         """The writer's."""
-        return self.writer.transports[self.mine, self.name]
+        found: SimTransport = self.writer.transports[self.mine, self.name]
+        return found
 
     def in_mid_write(self) -> None:
         """A write is half done."""
         if self.mid_write:
-            self.writer.world.after(0.0, None, self.writer.faults.mid_write, self, self.mid_write.pop())
+            self.writer.world.after(0.0, None, self.mid_write.pop())
 
     def land(self, epoch: int, data: list[tuple[int, bytes]]) -> None:
         """Bytes land in the reader's pool, unless a bit of them flips or its rank is gone."""
@@ -77,13 +75,13 @@ class DataPath:
         if self.rank in reader.ended_ranks:
             return
         memory = reader.engine.memory
-        scratch_at = len(memory) - reader.deployment.scratch_bytes
+        scratch_at = len(memory) - reader.state.scratch_bytes
         if all(to >= scratch_at for to, _ in data):
-            reader.deployment.counts["writes into scratch"] += 1
+            reader.state.counts["writes into scratch"] += 1
             return  # whenever it comes, nothing is there
         if self.flips and reader.alive:
             self.flips -= 1
-            data = reader.deployment.checks.flips.wire(reader, epoch, data, self.rng)
+            data = reader.flipped(epoch, data, self.rng)
         if reader.alive:
             check_landing(reader, epoch, data)
         for to, chunk in data:
@@ -119,7 +117,7 @@ class TcpPath(DataPath):
 
     name = TcpTransport.name
 
-    def __init__(self, writer: KVNode, mine: int, reader: KVNode, rank: int) -> None:
+    def __init__(self, writer: KVView, mine: int, reader: KVView, rank: int) -> None:
         super().__init__(writer, mine, reader, rank)
         #: how long a stream whose other end is silent is kept
         self.keepalive_s = 1.5 * self.timing.silence_s
@@ -132,7 +130,7 @@ class TcpPath(DataPath):
 
     def stands_still(self, source: Process, target: Process) -> bool:
         """Whether nothing gets from `source` to `target` now."""
-        network = self.writer.deployment.network
+        network = self.writer.state.network
         return network.blocked(source, target) or self.writer.world.now < self._still.get(source, 0.0)
 
     def carried(self, flow: Flow, at: int, data: bytes) -> bytes:
@@ -148,7 +146,7 @@ class TcpPath(DataPath):
         self.head_flips -= 1
         changed = bytearray(data)
         changed[index] ^= 1 << self.rng.randrange(8)
-        self.writer.deployment.counts["heads and answers flipped"] += 1
+        self.writer.state.counts["heads and answers flipped"] += 1
         return bytes(changed)
 
     def reading(self, epoch: int, ranges: list[tuple[int, int]]) -> None:
@@ -174,7 +172,7 @@ class TcpPath(DataPath):
         free = sorted(set(range(spec.pages)) - (exposed.pages if exposed is not None else set()))
         if not free or not blocks:
             return []
-        self.writer.deployment.counts["writes astray"] += 1
+        self.writer.state.counts["writes astray"] += 1
         at = spec.offset(0, False, self.rng.choice(free) * spec.page_tokens)
         first = blocks[0]
         return [CopyBlock(first.src_offset, at, 1, min(first.row_bytes, spec.k_token_bytes)), *blocks[1:]]
@@ -224,7 +222,7 @@ class ShmPath(DataPath):
 
     name = ShmTransport.name
 
-    def __init__(self, writer: KVNode, mine: int, reader: KVNode, rank: int) -> None:
+    def __init__(self, writer: KVView, mine: int, reader: KVView, rank: int) -> None:
         super().__init__(writer, mine, reader, rank)
         self._copying: Counter[int] = Counter()
 
@@ -293,7 +291,7 @@ class SimTransport(Transport):
     #: as many as there are live grants
     grants: Sized
 
-    def __init__(self, node: KVNode, rank: int, on_event: EventSink) -> None:
+    def __init__(self, node: KVView, rank: int, on_event: EventSink) -> None:
         self._node = node
         self.rank = rank
         self.tell = on_event
@@ -303,7 +301,7 @@ class SimTransport(Transport):
         self.connect_raises = self.fence_raises = 0
         self._connecting = 0
         self._closed = False
-        self._full = "full queues" in node.deployment.scenario.features
+        self._full = "full queues" in node.state.scenario.features
         self._rng = node.world.rng(f"{self.name} options {node.name}")
 
     def register(self, memory: Memory) -> Endpoint:
@@ -343,7 +341,7 @@ class SimTransport(Transport):
             node = self._node
             node.struck_at = node.world.now
             node.no_answer_until = max(node.no_answer_until, node.world.now + FENCE_AGAIN_S)
-            node.deployment.counts["fences not taken"] += 1
+            node.state.counts["fences not taken"] += 1
             raise Injected("injected into a fence")
         self.inner.fence(peer, epoch)
 
@@ -374,9 +372,10 @@ class SimTransport(Transport):
         self.net.io.end()
 
     def _path(self, peer: RankId) -> DataPath:
-        reader = self._node.deployment.by_leader[peer.leader]
-        assert isinstance(reader, type(self._node))
-        return self._node.data_path(self.rank, reader, peer.rank, self.name)
+        reader = self._node.state.by_leader[peer.leader]
+        assert isinstance(reader, KVView)
+        path: DataPath = self._node.data_path(self.rank, reader, peer.rank, self.name)
+        return path
 
     def _event(self, event: TransportEvent) -> None:
         if isinstance(event, Written | WriteFailed):
@@ -409,7 +408,7 @@ class SimTcp(SimTransport):
     preference = TcpTransport.preference
     make_path = TcpPath
 
-    def __init__(self, node: KVNode, on_event: EventSink, options: TransportOptions) -> None:
+    def __init__(self, node: KVView, on_event: EventSink, options: TransportOptions) -> None:
         super().__init__(node, options.me.rank, on_event)
         rng = self._rng
         self.net = SimNet(node, self.rank)
@@ -435,7 +434,7 @@ class SimShm(SimTransport):
     preference = ShmTransport.preference
     make_path = ShmPath
 
-    def __init__(self, node: KVNode, on_event: EventSink, options: TransportOptions) -> None:
+    def __init__(self, node: KVView, on_event: EventSink, options: TransportOptions) -> None:
         super().__init__(node, options.me.rank, on_event)
         self.host = SimHost(node, self.rank)
         self.net = self.host.net
@@ -472,7 +471,7 @@ class SimShm(SimTransport):
         path.copy(job, blocks)
 
 
-def check_landing(node: KVNode, epoch: int, data: list[tuple[int, bytes]]) -> None:
+def check_landing(node: KVView, epoch: int, data: list[tuple[int, bytes]]) -> None:
     """Invariant 4: bytes land only in pages that are published under this epoch right now."""
     exposed = node.exposed.get(epoch)
     if exposed is None:

@@ -11,7 +11,7 @@ from segue.lab.sim.world import Violation
 
 if TYPE_CHECKING:
     from segue.kv.ids import LeaderId
-    from segue.lab.sim.sim_leader import LeaderNode
+    from segue.lab.sim.node_views import NodeView
     from segue.server.schedulers.request_state import RequestState
 
 #: Full steps by which the oldest may be passed (stated here anew, not taken from production).
@@ -36,7 +36,7 @@ class FairChecks:
         #: the longest prompt that a leader was given
         self._longest: dict[LeaderId, int] = {}
 
-    def turn(self, node: LeaderNode) -> None:
+    def turn(self, node: NodeView) -> None:
         """Fair: nobody waits while more is started than the queue's bound."""
         scheduler: Any = node.scheduler
         queue = getattr(scheduler, "queue", None)

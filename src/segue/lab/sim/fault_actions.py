@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from segue.kv.errors import Internal
 from segue.kv.ids import Role
@@ -15,28 +14,33 @@ from segue.lab.sim.front import FrontNode
 from segue.lab.sim.loop import SimLoop
 from segue.lab.sim.network import Network
 from segue.lab.sim.scenario import Fault
-from segue.lab.sim.sim_node import KVNode, LeaderNode
+from segue.lab.sim.sim_leader import LeaderNode
+from segue.lab.sim.sim_node import KVNode
+from segue.lab.sim.sim_registry import SimRegistry
+from segue.lab.sim.sim_state import SimState
+from segue.lab.sim.sim_supervisor import SimSupervisor
 from segue.lab.sim.timing import Timing
 from segue.lab.sim.vocabulary import DATA, ENGINE_CALLS, RANK_CALLS, RANKS, ROLE_CALLS, SPOILED_METADATA
 from segue.lab.sim.world import Process, SkewedClock, Violation, World
-
-if TYPE_CHECKING:
-    from segue.lab.sim.deployment import Deployment
 
 
 class Strikes:
     """The faults of one deployment."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment = deployment
-        self.world: World = deployment.world
-        self.network: Network = deployment.network
-        self.causes: Causes = deployment.causes
-        self.timing: Timing = deployment.timing
-        self.nodes: dict[str, LeaderNode] = deployment.nodes
-        self.fronts: dict[str, FrontNode] = deployment.fronts
-        self.counts: Counter[str] = deployment.counts
-        self._rng: random.Random = deployment.world.rng("deployment")
+    def __init__(
+        self, state: SimState, causes: Causes, supervisor: SimSupervisor, registry: SimRegistry
+    ) -> None:
+        self.state = state
+        self.causes = causes
+        self.supervisor = supervisor
+        self.registry = registry
+        self.world: World = state.world
+        self.network: Network = state.network
+        self.timing: Timing = state.timing
+        self.nodes: dict[str, LeaderNode] = supervisor.nodes
+        self.fronts: dict[str, FrontNode] = supervisor.fronts
+        self.counts: Counter[str] = state.counts
+        self._rng: random.Random = state.world.rng("deployment")
 
     def strike(self, fault: Fault) -> None:
         """A fault begins, or lies in wait for the next effect of its trigger's kind."""
@@ -48,13 +52,13 @@ class Strikes:
 
     def _now(self, fault: Fault) -> None:
         self.world.note("fault", fault)
-        self.deployment.struck[fault.kind] += 1
+        self.state.struck[fault.kind] += 1
         world, kind = self.world, fault.kind
-        process = self.deployment.process(fault.node)
-        other = self.deployment.process(fault.other)
+        process = self.supervisor.process(fault.node)
+        other = self.supervisor.process(fault.other)
         match kind:
             case _ if kind.startswith("registry "):
-                self.deployment.registry.strike(fault, process)
+                self.registry.strike(fault, process)
             case _ if process is None or not process.alive:
                 pass
             case "crash" | "front crash":
@@ -66,7 +70,7 @@ class Strikes:
             case "crash mid write" | "pause mid write":
                 self._mid_write(fault, process, other)
             case "break" | "front break" if other is not None:
-                self.deployment.break_session(process, other)
+                self.causes.break_session(process, other)
             case "partition" | "front partition" if other is not None:
                 self.network.block(process, other)
                 self.causes.struck("blocked", process, other, seconds=fault.seconds)
@@ -90,15 +94,15 @@ class Strikes:
         """One process ends; all leaders of its instance where the machine is gone `silently`."""
         ends: list[LeaderNode | FrontNode] = [process]
         if silently and isinstance(process, LeaderNode):
-            ends = [*self.deployment.leaders_of(process)]
+            ends = [*self.supervisor.leaders_of(process)]
         for ended in ends:
             if ended.alive:
-                self.deployment.kill(ended, silently=silently)
-                self.world.after(down_s, None, self.deployment.restart, ended)
+                self.supervisor.kill(ended, silently=silently)
+                self.world.after(down_s, None, self.supervisor.restart, ended)
 
     def _drain(self, fault: Fault, node: LeaderNode) -> None:
         """SIGTERM, to all leaders of its instance or, now and then, to one of them."""
-        for leader in self.deployment.leaders_of(node) if fault.amount % 4 else [node]:
+        for leader in self.supervisor.leaders_of(node) if fault.amount % 4 else [node]:
             if leader.alive:
                 leader.drain()
 
@@ -112,7 +116,7 @@ class Strikes:
     def _change_role(self, fault: Fault, node: LeaderNode) -> None:
         """The next life is of another role, at the same address. A deployment keeps one prefill and one
         decode instance: where the last one changes, one of the other side takes its place."""
-        specs, instance = self.deployment.specs, node.spec.instance
+        specs, instance = self.state.specs, node.spec.instance
         old = specs[node.spec.name].role
         others = {spec.instance: spec.role for spec in specs.values() if spec.instance != instance}
         if old is Role.UNIFIED or old in others.values():
@@ -125,7 +129,7 @@ class Strikes:
             self._becomes(fault, changed, role)
 
     def _becomes(self, fault: Fault, instance: str, role: Role) -> None:
-        specs = self.deployment.specs
+        specs = self.state.specs
         mine = [spec.name for spec in specs.values() if spec.instance == instance]
         specs |= {name: replace(specs[name], role=role) for name in mine}
         if alive := [name for name in mine if self.nodes[name].alive]:
@@ -139,19 +143,16 @@ class Strikes:
 
     def _heal(self, a: Process, b: Process) -> None:
         self.network.heal(a, b)
-        self.deployment.healed_at = self.world.now
+        self.state.healed_at = self.world.now
 
     def _mid_write(self, fault: Fault, process: Process, other: Process | None) -> None:
         path = _path(process, other, fault.amount)
         if path is None:
             return
         writer = path.writer
-        if fault.kind == "crash mid write":
-            writer.faults.kill_mid_write = lambda: self._crash(writer, fault.seconds)
-            path.mid_write.append("kill")
-        else:
-            writer.faults.pause_mid_write = lambda: self._pause(writer, fault.seconds)
-            path.mid_write.append("pause")
+        assert isinstance(writer, KVNode)
+        strikes = self._crash if fault.kind == "crash mid write" else self._pause
+        path.mid_write.append(lambda: strikes(writer, fault.seconds))
 
     def _path_fault(self, fault: Fault, process: Process, other: Process | None) -> None:
         path = _path(process, other, fault.amount)
@@ -190,7 +191,7 @@ class Strikes:
             case "role exception":
                 late, which = divmod(fault.amount, len(ROLE_CALLS))
                 if ROLE_CALLS[which] == "frontend_gone":
-                    self.deployment.break_session(node, self._rng.choice(list(self.fronts.values())))
+                    self.causes.break_session(node, self._rng.choice(list(self.fronts.values())))
                 faults.fail_next_item(ROLE_CALLS[which], late % 2 == 1)
             case "handler exception":
                 if self._rng.random() < 0.5:
@@ -241,7 +242,7 @@ class Strikes:
             case "dial exception":
                 faults.dial_fails += 1
                 if (other := self.nodes.get(fault.other)) is not None:
-                    self.deployment.break_session(node, other)
+                    self.causes.break_session(node, other)
             case "drain":
                 self._drain(fault, node)
             case "switch":
@@ -252,7 +253,7 @@ class Strikes:
             case "clock jump":
                 node.jump(fault.seconds)
             case "move":
-                self.deployment.addresses.move(node.spec.name)
+                self.state.addresses.move(node.spec.name)
                 self._succeeded(fault, node)
             case "role change":
                 self._change_role(fault, node)
@@ -296,12 +297,12 @@ class Strikes:
         if not isinstance(shm, SimShm):
             return
         shm.host.unmapped += 1
-        self.causes.struck("no memory" if len(self.deployment.transports) == 1 else "no memory for shm", node)
+        self.causes.struck("no memory" if len(self.state.transports) == 1 else "no memory for shm", node)
         for path in node.paths_to(other.me):
             if (path.mine, path.name) == (rank, shm.name):
                 path.cut()
-        self.deployment.break_session(node, other)
-        if len(self.deployment.transports) > 1:
+        self.causes.break_session(node, other)
+        if len(self.state.transports) > 1:
             self.world.after(0.05, None, self._all_meet_anew, node)
 
     def _rank_lost(self, fault: Fault, node: KVNode) -> None:
@@ -348,7 +349,7 @@ class Strikes:
 
     def _all_meet_anew(self, node: KVNode) -> None:
         for peer in list(node.peers):
-            self.deployment.break_session(node, self.deployment.by_leader[peer])
+            self.causes.break_session(node, self.state.by_leader[peer])
         self.world.after(0.2, None, self._cut_unused, node)
 
     def _cut_unused(self, node: KVNode) -> None:

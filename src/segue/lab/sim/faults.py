@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import structs
 
 from segue.engine.engine_api import SequenceResult, SequenceStep
 from segue.kv.errors import InvalidRequest
 from segue.kv.protocol.messages import Metadata
+from segue.lab.sim.node_views import NodeView
 from segue.lab.sim.vocabulary import SPOILED_METADATA
+from segue.lab.sim.world import Injected
 from segue.server.schedulers.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from segue.lab.sim.datapath import DataPath
-    from segue.lab.sim.sim_node import LeaderNode
-
-
-class Injected(Exception):
-    """An exception that the simulator put into a handler."""
 
 
 class NodeFaults:
     """The faults that wait on one node for their moment."""
 
-    def __init__(self, node: LeaderNode) -> None:
+    def __init__(self, node: NodeView) -> None:
         self.node = node
         #: name of an effect (or message) → what happens after the next one
         self.triggers: dict[str, list[Callable[[], None]]] = {}
@@ -52,8 +46,6 @@ class NodeFaults:
         self.diverges: int | None = None
         #: by how many seconds the next forward is longer
         self.slow_step_s = 0.0
-        self.kill_mid_write: Callable[[], None] | None = None
-        self.pause_mid_write: Callable[[], None] | None = None
 
     def arm(self, name: str, action: Callable[[], None]) -> None:
         """Run `action` right after the next effect called `name`."""
@@ -104,7 +96,7 @@ class NodeFaults:
 
         def broken(*args: Any) -> None:
             delattr(engine, name)
-            self.node.deployment.counts[f"engine exception: {name}"] += 1
+            self.node.state.counts[f"engine exception: {name}"] += 1
             if name == "close":
                 normal(*args)
             raise Injected(f"injected into {name}")
@@ -140,7 +132,7 @@ class NodeFaults:
                 return
             exchange._run = normal
             self._machine_armed = False
-            self.node.deployment.checks.buggy.add(machine.transfer)
+            self.node.state.buggy.add(machine.transfer)
             handler, *afters = rows[type(event)]
             late = self.node.rng.random() < 0.5
             calls = iter((True,))
@@ -165,10 +157,10 @@ class NodeFaults:
         if not self.spoil_metadata:
             return metadata, False
         node, what = self.node, SPOILED_METADATA[self.spoil_metadata.pop(0)]
-        node.deployment.counts[f"metadata: {what}"] += 1
+        node.state.counts[f"metadata: {what}"] += 1
         node.world.note(node.name, f"metadata of room {metadata.transfer.room:x} goes wrong: {what}")
         if what != "lost":
-            node.deployment.checks.spoiled[metadata.transfer.room] = what
+            node.state.spoiled[metadata.transfer.room] = what
         match what:
             case "first token":
                 vocab_size = node.engine.info.vocab_size
@@ -194,18 +186,10 @@ class NodeFaults:
                 normal(*args, **more)
                 return
             delattr(scheduler, name)
-            self.node.deployment.counts[f"role exception: {item}"] += 1
+            self.node.state.counts[f"role exception: {item}"] += 1
             self.broke = name not in ("advance", "plan")
             if late:
                 normal(*args, **more)
             raise Injected(f"injected into {item}")
 
         setattr(scheduler, name, broken)
-
-    # ---- the transport -------------------------------------------------------------------------
-
-    def mid_write(self, path: DataPath, what: str) -> None:
-        """A write is half done."""
-        action = self.kill_mid_write if what == "kill" else self.pause_mid_write
-        if action is not None:
-            action()

@@ -7,7 +7,7 @@ The hand-off must end on both sides, or go on where the message could be told ap
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import structs
 
@@ -25,13 +25,11 @@ from segue.kv.protocol.messages import (
     Metadata,
     Moved,
 )
-
-if TYPE_CHECKING:
-    from segue.lab.sim.sim_node import KVNode
+from segue.lab.sim.node_views import KVView
 
 #: What is heard instead of a message.
 Heard = list[HandoffMessage]
-Change = Callable[["KVNode", Any], Heard]
+Change = Callable[[KVView, Any], Heard]
 
 
 def _with(**fields: Any) -> Change:
@@ -44,7 +42,7 @@ def _off(field: str, by: int) -> Change:
     return lambda _node, message: [structs.replace(message, **{field: getattr(message, field) + by})]
 
 
-def _again(_node: KVNode, message: Any) -> Heard:
+def _again(_node: KVView, message: Any) -> Heard:
     """It comes twice, which changes nothing."""
     return [message, message]
 
@@ -55,37 +53,37 @@ def _again_with(field: str, by: int) -> Change:
 
 
 def _span(shift: int, longer: int) -> Change:
-    def change(_node: KVNode, message: Any) -> Heard:
+    def change(_node: KVView, message: Any) -> Heard:
         span = message.span
         return [structs.replace(message, span=Span(span.start + shift, span.end + shift + longer))]
 
     return change
 
 
-def _empty(_node: KVNode, message: ChunkPosted) -> Heard:
+def _empty(_node: KVView, message: ChunkPosted) -> Heard:
     start = message.span.start
     return [structs.replace(message, span=Span(start, start), final=False)]
 
 
-def _other_end(_node: KVNode, message: ChunkPosted) -> Heard:
+def _other_end(_node: KVView, message: ChunkPosted) -> Heard:
     return [structs.replace(message, final=not message.final)]
 
 
-def _checksum(node: KVNode, message: ChunkPosted) -> Heard:
+def _checksum(node: KVView, message: ChunkPosted) -> Heard:
     if not message.nbytes:  # nothing was sent with it, so nothing is compared
         return _again(node, message)
     # It must be noticed, as a bit that has changed is.
-    node.deployment.checks.flips.spoiled.add(message.transfer)
+    node.state.flipped.add(message.transfer)
     return [structs.replace(message, checksum=(message.checksum or 0) ^ 1)]
 
 
-def _other_source(node: KVNode, message: ChunkPosted) -> Heard:
+def _other_source(node: KVView, message: ChunkPosted) -> Heard:
     """Of a rank that may be one of several that send there: then its bytes have another checksum."""
-    node.deployment.checks.flips.spoiled.add(message.transfer)
+    node.state.flipped.add(message.transfer)
     return [structs.replace(message, source=message.source + 1)]
 
 
-def _moved(_node: KVNode, message: ChunkPosted) -> Heard:
+def _moved(_node: KVView, message: ChunkPosted) -> Heard:
     return [Moved(message.transfer, 7), message]
 
 
@@ -93,7 +91,7 @@ def _pages(change: Callable[[list[int]], list[int]]) -> Change:
     return lambda _node, message: [structs.replace(message, pages=change(list(message.pages)))]
 
 
-def _used_epoch(node: KVNode, message: Destination) -> Heard:
+def _used_epoch(node: KVView, message: Destination) -> Heard:
     """The epoch of another hand-off that is open with the same peer."""
     exchange, transfer = node.exchange, message.transfer
     others = [
@@ -105,16 +103,16 @@ def _used_epoch(node: KVNode, message: Destination) -> Heard:
     return [structs.replace(message, epoch=others[0] if others and waits else 0)]
 
 
-def _early_end(_node: KVNode, message: Destination) -> Heard:
+def _early_end(_node: KVView, message: Destination) -> Heard:
     return [message, Committed(message.transfer)]
 
 
-def _unknown(node: KVNode, transfer: TransferId) -> TransferId:
+def _unknown(node: KVView, transfer: TransferId) -> TransferId:
     """A hand-off that nobody asked for."""
     return structs.replace(transfer, room=node.rng.getrandbits(63) or 1)
 
 
-def _invented(node: KVNode, message: Destination) -> Heard:
+def _invented(node: KVView, message: Destination) -> Heard:
     """Destinations of hand-offs that nobody asked for, which end in each way; and words about others."""
     error = TransferFailed("injected: it was never asked for").info
     heard: Heard = [message]
@@ -126,7 +124,7 @@ def _invented(node: KVNode, message: Destination) -> Heard:
     return heard
 
 
-def _astray(_node: KVNode, message: Any) -> Heard:
+def _astray(_node: KVView, message: Any) -> Heard:
     """Words that this side is never told, and one about a hand-off of others."""
     transfer = message.transfer
     wrong: HandoffMessage = Accepted(transfer) if isinstance(message, Destination) else Committed(transfer)
@@ -178,7 +176,7 @@ KINDS: tuple[tuple[type[HandoffMessage], Change], ...] = (
 class Hearing:
     """What one node hears instead of what its peers say."""
 
-    def __init__(self, node: KVNode) -> None:
+    def __init__(self, node: KVView) -> None:
         self._node = node
         self._waiting: list[int] = []
 
@@ -194,10 +192,10 @@ class Hearing:
         if at is None:
             return [message]
         self._waiting.remove(at)
-        node, deployment = self._node, self._node.deployment
+        node = self._node
         heard = KINDS[at][1](node, message)
-        deployment.checks.misheard.add(message.transfer.room)
-        deployment.counts["wrong messages"] += 1
+        node.state.misheard.add(message.transfer.room)
+        node.state.counts["wrong messages"] += 1
         node.world.note(node.name, f"hears instead of room {message.transfer.room:x}: {heard}")
         return heard
 

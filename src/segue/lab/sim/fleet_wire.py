@@ -8,7 +8,6 @@ on its way: a router that mixes up tickets, a half that is submitted late, a fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -18,14 +17,14 @@ from segue.kv.errors import ErrorCode, ErrorInfo, SegueError
 from segue.kv.ids import OPEN_RANK, LeaderId, Role
 from segue.kv.protocol.ticket import Ticket, sign_ticket
 from segue.kv.session.api import PeerInfo, Session, SessionHandler
+from segue.lab.sim.answer_checks import AnswerChecks
+from segue.lab.sim.causes import Causes
 from segue.lab.sim.clients import Asked, SentAttempt, Wanted
-from segue.lab.sim.sim_leader import VOCAB
+from segue.lab.sim.node_spec import VOCAB
+from segue.lab.sim.node_views import FrontView
 from segue.lab.sim.world import Violation
+from segue.server.fleet.replica import Replica
 from segue.server.messages.control import Cancel, Load, Outputs, Submit
-
-if TYPE_CHECKING:
-    from segue.lab.sim.front import FrontNode
-    from segue.server.fleet.replica import Replica
 
 #: The other side of a pair is gone; the two halves of a pair cannot be joined (stated here anew).
 LOSSES = (ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED)
@@ -75,9 +74,13 @@ class WireSession:
 class FleetWire:
     """All sessions of one frontend."""
 
-    def __init__(self, front: FrontNode, handler: SessionHandler) -> None:
+    def __init__(
+        self, front: FrontView, causes: Causes, answers: AnswerChecks, handler: SessionHandler
+    ) -> None:
         self._front = front
-        self._deployment = front.deployment
+        self._state = front.state
+        self._causes = causes
+        self._answers = answers
         self._handler = handler
         self.open: dict[LeaderId, WireSession] = {}
         #: tickets that were used, for whoever repeats one
@@ -135,7 +138,7 @@ class FleetWire:
                 asked.failure = error.info
                 if error.info.code in LOSSES:
                     asked.dead.add(seen.leader)
-                self.checked(self._deployment.checks.answers.left, asked, error.info)
+                self.checked(self._answers.left, asked, error.info)
         self._handler.closed(seen, error)
 
     def _seen(self, session: Session) -> WireSession:
@@ -160,9 +163,9 @@ class FleetWire:
             self._submit(to, asked, attempt, message)
 
     def _begins(self, asked: Asked, message: Submit) -> SentAttempt:
-        front, deployment, ticket = self._front, self._deployment, self._named(message)
+        front, state, ticket = self._front, self._state, self._named(message)
         pair = (ticket.prefill, ticket.decode)
-        deployment.checks.answers.placed(asked, message.request)
+        self._answers.placed(asked, message.request)
         self._choice(asked, pair)
         sent = self._spoiled(asked.wanted.bad, ticket)
         live = {ticket.decode: Role.DECODE} | (
@@ -170,11 +173,11 @@ class FleetWire:
         )
         attempt = SentAttempt(message.request.request_id, pair, ticket, sent, live)
         if asked.attempts:
-            deployment.counts["continued" if message.request.output else "retries"] += 1
+            state.counts["continued" if message.request.output else "retries"] += 1
         asked.attempts.append(attempt)
-        deployment.rooms[sent.room] = asked
+        state.rooms[sent.room] = asked
         route = {front.me, ticket.prefill, ticket.decode}
-        deployment.causes.placed(sent.room, asked, route)
+        self._causes.placed(sent.room, asked, route)
         # One that somebody repeats before it was used would rob an innocent request, and nobody could know.
         late_s = max(asked.wanted.leg_delay_s) if len(asked.attempts) == 1 else 0.0
         front.after(late_s, self._used.append, sent)
@@ -220,7 +223,7 @@ class FleetWire:
 
     def _signed(self, ticket: Ticket) -> Ticket:
         return sign_ticket(
-            replace(ticket, signature=b""), self._deployment.secret or b"", self._front.me.incarnation
+            replace(ticket, signature=b""), self._state.secret or b"", self._front.me.incarnation
         )
 
     def _late(self, to: WireSession, asked: Asked, attempt: SentAttempt, message: Submit) -> None:
@@ -236,18 +239,18 @@ class FleetWire:
         nearer = wanted.leg_budget_s[role is Role.PREFILL]
         if nearer is not None and len(attempt.live) == 2 and not wanted.bad:
             ticket = self._signed(replace(ticket, budget_s=min(ticket.budget_s, nearer)))
-        self._deployment.causes.submitted(ticket.room, ticket.budget_s)
+        self._causes.submitted(ticket.room, ticket.budget_s)
         front.world.note(front.name, f"submit room={ticket.room:x} {request.request_id} to {to.leader}")
         opened = message.ticket.prefill.is_open
         if not wanted.bad and ticket.prefill != ticket.decode:
-            if not opened and self._deployment.is_open(ticket):
+            if not opened and self._causes.is_open(ticket):
                 # The frontend does not say which DP rank of prefill has it, and hides that its client has.
                 request, opened = replace(request, ranks=RankHints()), True
-            self._deployment.expect_conflict(attempt.ticket, request.ranks if opened else None)
+            self._causes.expect_conflict(attempt.ticket, request.ranks if opened else None)
         if opened:
             prefill = LeaderId(ticket.prefill.incarnation, OPEN_RANK)
             ticket = self._signed(replace(ticket, prefill=prefill))
-            self._deployment.counts["open ranks"] += 1
+            self._state.counts["open ranks"] += 1
         to.session.send(Submit(request, ticket))
         if wanted.bad == "repeated id":
             to.session.send(Submit(request, ticket))
@@ -257,9 +260,9 @@ class FleetWire:
         asked = self._front.asked.get(_name(message.request_id))
         if asked is not None and asked.attempts and asked.attempts[-1].request_id == message.request_id:
             asked.attempts[-1].live.pop(to.leader, None)
-            self._deployment.causes.given_up(asked.room)
+            self._causes.given_up(asked.room)
         late = message.reason.code is ErrorCode.DEADLINE_EXCEEDED
-        if not (late and self._deployment.scenario.forgetful):
+        if not (late and self._state.scenario.forgetful):
             to.session.send(message)
 
     # ---- what is heard -------------------------------------------------------------------------
@@ -277,10 +280,10 @@ class FleetWire:
             asked.failure = output.error
             if output.error.code in LOSSES:
                 asked.suspect |= set(attempt.pair)
-            self._deployment.checks.answers.error(asked, output.error, role)
+            self._answers.error(asked, output.error, role)
             self._misfits(attempt, output.error)
             return
-        self._deployment.checks.answers.usage(asked, output.usage)
+        self._answers.usage(asked, output.usage)
         if output.token_ids and role is Role.DECODE and not attempt.begun:
             # Prefill has done its part: nobody tells it to end.
             attempt.begun = True
@@ -352,12 +355,12 @@ class FleetWire:
         here, named = pair[0] == pair[1], wanted.force_query or wanted.prefill_dp_rank is not None
         if decode.role is not Role.DECODE or limit is None or named:
             return
-        self._deployment.counts["prompts computed at decode"] += here
+        self._state.counts["prompts computed at decode"] += here
         tried = {attempt.pair[0] for attempt in asked.attempts}
-        if here and tokens > limit and self._deployment.policy != "prefix_aware":
+        if here and tokens > limit and self._state.scenario.policy != "prefix_aware":
             if any(p.leader not in tried for p in prefill):
                 raise Violation("24", f"{wanted.name} ({tokens} tokens) is computed at decode", (asked.room,))
-            self._deployment.counts["long prompts computed at decode"] += 1
+            self._state.counts["long prompts computed at decode"] += 1
         if tokens <= limit and not here:
             raise Violation("24", f"{wanted.name} ({tokens} tokens) is not computed at decode", (asked.room,))
 

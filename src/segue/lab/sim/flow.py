@@ -9,14 +9,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.tcp import tcp_wire
-
-if TYPE_CHECKING:
-    from segue.lab.sim.datapath import TcpPath
-    from segue.lab.sim.sockets import SimSocket
+from segue.lab.sim.timing import Timing
+from segue.lab.sim.world import Process
 
 #: How long a packet that does not get through waits before it is sent again.
 AGAIN_S = 0.1
@@ -53,11 +51,47 @@ class SentPart:
         return found
 
 
+class StreamEnd(Protocol):
+    """A socket at one end of a stream."""
+
+    process: Process
+    closed: bool
+    error: OSError | None
+    outward: Flow | None
+
+    @property
+    def host(self) -> str: ...
+
+    def changed(self) -> None: ...
+
+    def reset_by_peer(self) -> None: ...
+
+    def breaks(self, delay_s: float, code: int) -> None: ...
+
+
+class StreamPath(Protocol):
+    """The path that a stream belongs to, and what strikes it."""
+
+    timing: Timing
+    slow: float
+    keepalive_s: float
+
+    def stands_still(self, source: Process, target: Process) -> bool: ...
+
+    def carried(self, flow: Flow, at: int, data: bytes) -> bytes: ...
+
+    def reading(self, epoch: int, ranges: list[tuple[int, int]]) -> None: ...
+
+    def landing(self, part: SentPart | None, at: int, data: list[tuple[int, bytes]]) -> None: ...
+
+    def in_mid_write(self) -> None: ...
+
+
 class Flow:
     """One direction of a stream; `forward` is the one from the writer to the reader."""
 
     def __init__(
-        self, sender: SimSocket, receiver: SimSocket, path: TcpPath, rng: random.Random, *, forward: bool
+        self, sender: StreamEnd, receiver: StreamEnd, path: StreamPath, rng: random.Random, *, forward: bool
     ) -> None:
         self.sender, self.receiver = sender, receiver
         self.path = path

@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from segue.engine.request import Output, RankHints, Request
 from segue.kv.errors import AbortedByClient, ErrorCode, ErrorInfo, SegueError
 from segue.kv.ids import LeaderId, Role
 from segue.kv.session.api import SessionHandler
 from segue.kv.session.node import SessionNode
+from segue.lab.sim.answer_checks import AnswerChecks
+from segue.lab.sim.causes import Causes
 from segue.lab.sim.clients import Asked, Wanted
 from segue.lab.sim.fleet_wire import FleetWire
 from segue.lab.sim.loop import SimLoop
+from segue.lab.sim.node_views import FrontView
 from segue.lab.sim.runtime import SimSessionNode
-from segue.lab.sim.world import Process, SkewedClock, new_leader
+from segue.lab.sim.sim_state import SimState
+from segue.lab.sim.world import SkewedClock, new_leader
 from segue.server.fleet.fleet import Fleet, FleetRuntime
 from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.fleet.replica import Replica
+from segue.server.observe.metrics import Metrics
 from segue.server.registry.client import InstanceWatch
 from segue.server.registry.registry_records import InstanceRecord
 
-if TYPE_CHECKING:
-    from segue.lab.sim.deployment import Deployment
 
-
-class FrontNode(Process):
+class FrontNode(FrontView):
     """One frontend in one life."""
 
-    def __init__(self, deployment: Deployment, index: int, life: int) -> None:
-        super().__init__(deployment.world, f"front{index}" + (f"#{life}" if life else ""))
-        self.deployment = deployment
+    def __init__(self, state: SimState, causes: Causes, answers: AnswerChecks, index: int, life: int) -> None:
+        super().__init__(state.world, f"front{index}" + (f"#{life}" if life else ""))
+        self.state = state
+        self._causes = causes
+        self._answers = answers
         self.index = index
-        self.rng = deployment.world.rng(self.name)
+        self.rng = state.world.rng(self.name)
         self.me = new_leader(self.rng)
-        #: requests that have not ended, by their names
         self.asked: dict[str, Asked] = {}
-        clock = SkewedClock(deployment.world, 0.0, 1.0)
-        self.loop = SimLoop(self, clock, deployment.network, f"127.0.2.{index + 1}")  # type: ignore[abstract]
-        self.fleet: Fleet
+        clock = SkewedClock(state.world, 0.0, 1.0)
+        self.loop = SimLoop(self, clock, state.network, f"127.0.2.{index + 1}")  # type: ignore[abstract]
         self.wire: FleetWire
 
     def begin(self, registry: InstanceWatch) -> None:
         """Follow the registry from now on."""
-        deployment = self.deployment
+        state = self.state
         runtime = FleetRuntime(
             node=self._node,
             me=self.me,
@@ -57,13 +60,13 @@ class FrontNode(Process):
                 registry,
                 FleetSettings(
                     served_model="m",
-                    policy=deployment.policy,
-                    retry_budget=deployment.scenario.retry_budget,
-                    no_replica_wait_s=deployment.scenario.no_replica_wait_s,
+                    policy=state.scenario.policy,
+                    retry_budget=state.scenario.retry_budget,
+                    no_replica_wait_s=state.scenario.no_replica_wait_s,
                 ),
-                secret=deployment.secret,
-                limits=deployment.front_limits,
-                metrics=deployment.metrics,
+                secret=state.secret,
+                limits=state.front_limits,
+                metrics=Metrics(),
                 runtime=runtime,
             )
             self.fleet.start()
@@ -72,8 +75,12 @@ class FrontNode(Process):
 
     def _node(self, *, handlers: Mapping[Role, SessionHandler], **options: Any) -> SessionNode:
         [handler] = set(handlers.values())
-        self.wire = FleetWire(self, handler)
+        self.wire = FleetWire(self, self._causes, self._answers, handler)
         return SimSessionNode(loop=self.loop, handlers=dict.fromkeys(handlers, self.wire), **options)
+
+    def pairs(self, wanted: Wanted | None = None) -> list[tuple[Replica, Replica]]:
+        """The pairs that could serve a request, as far as anybody knows."""
+        return self.wire.pairs(wanted)
 
     @property
     def view(self) -> dict[LeaderId, InstanceRecord]:
@@ -86,13 +93,13 @@ class FrontNode(Process):
     def request(self, wanted: Wanted) -> None:
         """A client asks, and leaves after a while if it is to."""
         asked = Asked(wanted, self.world.now + wanted.budget_s)
-        self.deployment.asked[wanted.name] = self.asked[wanted.name] = asked
+        self.state.asked[wanted.name] = self.asked[wanted.name] = asked
         task = self.loop.enter(self.loop.create_task, self._ask(asked))
         if wanted.abort_after_s is not None:
             self.after(wanted.abort_after_s, self.loop.enter, task.cancel)
 
     async def _ask(self, asked: Asked) -> None:
-        wanted, checks = asked.wanted, self.deployment.checks
+        wanted = asked.wanted
         request = Request(
             request_id=wanted.name,
             prompt=wanted.prompt,
@@ -116,7 +123,7 @@ class FrontNode(Process):
                 self._end(asked, "aborted", left)
             except SegueError as error:
                 late = error.info.code is ErrorCode.DEADLINE_EXCEEDED and error.info.origin == "frontend"
-                checks.answers.refused(self, asked, error.info)
+                self._answers.refused(self, asked, error.info)
                 self._end(asked, "late" if late else "failed", error.info)
             if not asked.outcome:
                 self.world.fail(f"{wanted.name}: the outputs ended without an end")
@@ -127,15 +134,15 @@ class FrontNode(Process):
         asked.tokens += output.token_ids
         asked.usage = output.usage or asked.usage
         asked.prompt_logprobs += output.prompt_logprobs or []
-        self.deployment.checks.answers.tokens(asked)
+        self._answers.tokens(asked)
 
     def _end(self, asked: Asked, outcome: str, error: ErrorInfo | None = None) -> None:
         asked.outcome, asked.error = outcome, error
         del self.asked[asked.wanted.name]
         rooms = [f"{room:x}" for room in asked.rooms]
         self.world.note(self.name, f"{outcome} {asked.wanted.name} rooms={rooms} {error or ''}")
-        self.deployment.checks.answers.ended(asked)
-        self.deployment.checks.answers.ended_at(self, asked)
+        self._answers.ended(asked)
+        self._answers.ended_at(self, asked)
 
     def died(self) -> None:
         """The process was killed: its clients see their connections end."""

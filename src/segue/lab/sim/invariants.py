@@ -6,8 +6,7 @@ at intervals and at rest. Each raises `Violation` with the number of the invaria
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from segue.kv.errors import ErrorInfo, Internal
 from segue.kv.ids import KVPoll, LeaderId, Role, TransferId
@@ -16,13 +15,12 @@ from segue.kv.protocol.messages import Destination, Drained, Metadata, Moved
 from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT
 from segue.lab.sim.answer_checks import AnswerChecks
 from segue.lab.sim.bit_flips import BitFlips
-from segue.lab.sim.rank_checks import RankChecks
+from segue.lab.sim.causes import Causes
+from segue.lab.sim.node_views import Exposed, KVView, NodeView, fronts, leaders
+from segue.lab.sim.rank_checks import Half, RankChecks
 from segue.lab.sim.request_checks import RequestChecks
-from segue.lab.sim.sim_node import Exposed, KVNode, LeaderNode
+from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Violation
-
-if TYPE_CHECKING:
-    from segue.lab.sim.deployment import Deployment
 
 NEXT = {
     None: {KVPoll.BOOTSTRAPPING},
@@ -34,56 +32,33 @@ NEXT = {
 }
 
 
-@dataclass(slots=True)
-class Half:
-    """What one node's effects said of one hand-off."""
-
-    node: KVNode
-    opened_at: float
-    phase: KVPoll | None = None
-    ended_at: float | None = None
-    #: the session to the peer was up when it ended
-    connected: bool = False
-    quarantined: bool = False
-    released_at: float | None = None
-    #: the transport has answered its fence
-    fenced: bool = False
-    epoch: int = 0
-    pages: tuple[int, ...] = ()
-
-
 class Checks:
     """The ledger of a deployment, and its rules; those over what clients get are `answers`, those over the
     requests of one instance `requests`."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment = deployment
-        self.world = deployment.world
+    def __init__(self, state: SimState, causes: Causes, check_every: int) -> None:
+        self.state = state
+        self.causes = causes
+        self.world = state.world
+        #: turns of leaders between two looks at the tables of a node: one looks at all of them
+        self._check_every = check_every
         #: (leader, transfer) → half
         self.halves: dict[tuple[LeaderId, TransferId], Half] = {}
         self.open: dict[tuple[LeaderId, TransferId], Half] = {}
         self.reads: dict[tuple[LeaderId, LeaderId, int], TransferId] = {}
-        self.flips = BitFlips(deployment.counts)
-        #: room whose metadata was spoiled on its way → what is wrong with it
-        self.spoiled: dict[int, str] = {}
-        #: hand-offs of which a handler has raised: on a proof, only the end of the process frees their pages
-        self.buggy: set[TransferId] = set()
-        #: rooms of which a half was told something wrong by its peer
-        self.misheard: set[int] = set()
+        self.flips = BitFlips(state.counts, state.flipped)
         #: (leader, peer) → when they last began a session
         self._joined: dict[tuple[LeaderId, LeaderId], float] = {}
         self._turns = 0
         self._orphaned: dict[tuple[LeaderId, TransferId], float] = {}
-        self.answers = AnswerChecks(deployment, self.spoiled)
-        self.requests = RequestChecks(deployment)
-        self.ranks = RankChecks(self)
-        timing = deployment.timing
-        #: within which one side learns of the other's end (16) or gets its memory back (18)
-        self.bound_s = timing.silence_s + timing.keepalive_s + 3 * timing.break_seen_s + timing.connect_s + 2
+        self.answers = AnswerChecks(state, causes)
+        self.requests = RequestChecks(state, causes)
+        self.ranks = RankChecks(state, self.halves, self.reads)
+        self.bound_s = state.timing.bound_s
 
     # ---- each effect ---------------------------------------------------------------------------
 
-    def effect(self, node: KVNode, effect: Any) -> None:
+    def effect(self, node: KVView, effect: Any) -> None:
         """Look at one effect of a node's exchange before it is carried out."""
         kind = type(effect)
         if kind is events.Phase:
@@ -97,14 +72,14 @@ class Checks:
                 room = (effect.message.transfer.room,)
                 raise Violation("conflict", f"{node.name} sends decode elsewhere: {effect.message}", room)
             elif isinstance(effect.message, Moved):
-                self.deployment.counts["sent on to another DP rank"] += 1
+                self.state.counts["sent on to another DP rank"] += 1
             elif isinstance(effect.message, Metadata) and not effect.message.computed:
-                self.deployment.counts["sent again without a forward"] += 1
+                self.state.counts["sent again without a forward"] += 1
         elif kind is events.PostWrite:
             self._posted(node, effect)
             self.ranks.posted(node, effect)
         elif kind is events.Relay:
-            self.deployment.counts["passed on"] += 1
+            self.state.counts["passed on"] += 1
         elif kind is events.Release:
             self._released(node, effect.transfer)
         elif kind is events.Quarantined:
@@ -115,7 +90,7 @@ class Checks:
                 )
             half.quarantined = True
 
-    def scope(self, node: KVNode, event: Any, effects: list[Any]) -> None:
+    def scope(self, node: KVView, event: Any, effects: list[Any]) -> None:
         """12 and 13: an event changes its own hand-off, a lost peer exactly those bound to it."""
         if isinstance(event, events.Tick):
             return
@@ -138,7 +113,7 @@ class Checks:
             if phase is not None and not phase.terminal:
                 raise Violation("18", f"{node.name} was told to end {own} and did not", (own.room,))
 
-    def joined(self, node: KVNode, peer: KVNode) -> None:
+    def joined(self, node: KVView, peer: KVView) -> None:
         """9: an illegal pair is refused before anything is asked of it."""
         self._joined[node.me, peer.me] = self.world.now
         mine, theirs = node.spec, peer.spec
@@ -148,28 +123,28 @@ class Checks:
         met = other.session.handshake.id == ours.session.handshake.id
         if met and not (ours.choosing or other.choosing) and other.transport != ours.transport:
             raise Violation("9", f"{node.name} and {peer.name} do not meet over one transport")
-        if len(node.deployment.transports) > 1 and ours.transport == "tcp":
-            node.deployment.counts["pairs that went on without shm"] += 1
+        if len(self.state.transports) > 1 and ours.transport == "tcp":
+            self.state.counts["pairs that went on without shm"] += 1
 
-    def is_over(self, node: KVNode, event: Any) -> bool:
+    def is_over(self, node: KVView, event: Any) -> bool:
         """Whether the hand-off that `event` speaks of has ended here and let everything go."""
         half = self.halves.get((node.me, getattr(event, "transfer", None)))  # type: ignore[arg-type]
         return half is not None and half.released_at is not None
 
-    def half(self, node: KVNode, transfer: TransferId) -> Half:
+    def half(self, node: KVView, transfer: TransferId) -> Half:
         """What `node` has said of a hand-off."""
         half = self.halves.get((node.me, transfer))
         if half is None:
             raise Violation("1", f"{node.name} speaks of {transfer}, which it never opened", (transfer.room,))
         return half
 
-    def _phase(self, node: KVNode, effect: events.Phase) -> None:
+    def _phase(self, node: KVView, effect: events.Phase) -> None:
         key = (node.me, effect.transfer)
         half = self.halves.get(key)
         room = (effect.transfer.room,)
         if effect.phase is KVPoll.BOOTSTRAPPING:
             # A tombstone lives as long as anything of the first life can be under way, no longer.
-            until_s = 0.85 * self.deployment.timing.silence_s
+            until_s = 0.85 * self.state.timing.silence_s
             if half is not None and (
                 half.ended_at is None
                 or (self.world.now < half.ended_at + until_s and node.jumped_at <= half.ended_at)
@@ -177,7 +152,7 @@ class Checks:
                 raise Violation("1", f"a second half of {effect.transfer} on {node.name}", room)
             half = self.halves[key] = self.open[key] = Half(node, self.world.now)
             if node.spec.role is Role.DECODE:
-                self.deployment.counts["hand-offs"] += 1
+                self.state.counts["hand-offs"] += 1
         if half is None:
             raise Violation("1", f"a phase of {effect.transfer}, which {node.name} never opened", room)
         if effect.phase not in NEXT[half.phase]:
@@ -197,10 +172,10 @@ class Checks:
             if node.spec.role is Role.DECODE and (
                 effect.metadata is None
                 or effect.metadata.transfer != effect.transfer
-                or self.spoiled.get(effect.transfer.room) == "prompt tokens"
+                or self.state.spoiled.get(effect.transfer.room) == "prompt tokens"
             ):
                 raise Violation("7", f"{effect.transfer} succeeded with the metadata {effect.metadata}", room)
-            self.deployment.counts["succeeded" if node.spec.role is Role.DECODE else "committed"] += 1
+            self.state.counts["succeeded" if node.spec.role is Role.DECODE else "committed"] += 1
         else:
             self._root_cause(effect.error, room)
 
@@ -208,9 +183,9 @@ class Checks:
         """25, and no reason that nothing in this scenario can give."""
         if error is None or not error.origin or not error.phase:
             raise Violation("25", f"a failure without origin or phase: {error}", rooms)
-        self.deployment.causes.require(error, rooms)
+        self.causes.require(error, rooms)
 
-    def _published(self, node: KVNode, message: Destination) -> None:
+    def _published(self, node: KVView, message: Destination) -> None:
         half = self.half(node, message.transfer)
         half.epoch, half.pages = message.epoch, tuple(message.pages)
         if message.epoch in node.exposed:
@@ -229,7 +204,7 @@ class Checks:
                     "3", f"{node.name} publishes page {page}, which others use", (message.transfer.room,)
                 )
 
-    def _posted(self, node: KVNode, effect: events.PostWrite) -> None:
+    def _posted(self, node: KVView, effect: events.PostWrite) -> None:
         room = (effect.transfer.room,)
         half = self.half(node, effect.transfer)
         other = self.halves.get((effect.transfer.decode, effect.transfer))
@@ -242,7 +217,7 @@ class Checks:
         half.epoch = effect.epoch
         self.reads[node.me, effect.transfer.decode, effect.epoch] = effect.transfer
 
-    def _released(self, node: KVNode, transfer: TransferId) -> None:
+    def _released(self, node: KVView, transfer: TransferId) -> None:
         half = self.half(node, transfer)
         if half.released_at is not None:
             raise Violation("3", f"{node.name} released {transfer} twice", (transfer.room,))
@@ -259,26 +234,26 @@ class Checks:
         if node.spec.role is Role.DECODE:
             node.exposed.pop(half.epoch, None)
             if half.quarantined:
-                self.deployment.counts["quarantined"] += 1
+                self.state.counts["quarantined"] += 1
         elif half.epoch:
             self.reads.pop((node.me, transfer.decode, half.epoch), None)
 
     # ---- one node ------------------------------------------------------------------------------
 
-    def after_turn(self, node: LeaderNode) -> None:
+    def after_turn(self, node: NodeView) -> None:
         """The node's own tables; the O(n) ones each few turns."""
         pool = node.pool
         if pool.free + pool.used + pool.quarantined != pool.total or pool.free < 0 or pool.quarantined < 0:
             raise Violation("3", f"{node.name}: free + used + quarantined is not total")
         self.requests.had_a_turn(node)
         self._turns += 1
-        if self._turns % self.deployment.check_every == 0:
+        if self._turns % self._check_every == 0:
             self.node(node)
 
-    def retracted(self, node: LeaderNode, times: int) -> None:
+    def retracted(self, node: NodeView, times: int) -> None:
         """Count what was retracted, and how often that was beside a hand-off of this node under way, and
         beside one of which chunks had landed already."""
-        counts = self.deployment.counts
+        counts = self.state.counts
         counts["retracted"] += times
         phases = {
             half.phase for (me, _), half in self.open.items() if me == node.me and half.ended_at is None
@@ -286,7 +261,7 @@ class Checks:
         counts["retracted beside a hand-off"] += times if phases else 0
         counts["retracted beside a transfer"] += times if KVPoll.TRANSFERRING in phases else 0
 
-    def node(self, node: LeaderNode) -> None:
+    def node(self, node: NodeView) -> None:
         """Everything about one node."""
         try:
             if node.squeezed:
@@ -295,22 +270,22 @@ class Checks:
                 node.scheduler.check_integrity()
         except (AssertionError, Internal) as exc:
             raise Violation("3", f"{node.name}: {exc}") from exc
-        if isinstance(node, KVNode) and (problems := node.manager.problems()):
+        if isinstance(node, KVView) and (problems := node.manager.problems()):
             raise Violation("3", f"{node.name}: {problems}")
         self._page_owners(node)
         self._deadlines(node)
         self._bounds(node)
         self.requests.node(node)
-        if isinstance(node, KVNode):
+        if isinstance(node, KVView):
             self._orphans(node)
             self._hidden_quarantine(node)
 
-    def _page_owners(self, node: LeaderNode) -> None:
+    def _page_owners(self, node: NodeView) -> None:
         """3: the leases on each page are those of its known owners."""
         scheduler: Any = node.scheduler
         owners = [0] * node.pool.total
         jobs = {id(job): job for job in scheduler.admission.requests.values()}
-        if isinstance(node, KVNode):
+        if isinstance(node, KVView):
             jobs |= {id(entry.state): entry.state for entry in scheduler.table.values()}
         jobs |= {id(state): state for state, _ in scheduler._held}
         held = [
@@ -330,18 +305,18 @@ class Checks:
         text = f"page {page} of {node.name} has {counts[page]} leases, {owners[page]} owners"
         raise Violation("3", text, rooms)
 
-    def _slot_owners(self, node: LeaderNode, owned: list[int]) -> None:
+    def _slot_owners(self, node: NodeView, owned: list[int]) -> None:
         """3: each slot has the one owner that it is leased to."""
         slots = node.scheduler.cache.slots
         leased = [] if slots is None else [s for s in range(slots.total) for _ in range(slots.references(s))]
         if sorted(owned) != leased:
             raise Violation("3", f"slots {leased} of {node.name} are leased, {sorted(owned)} have owners")
 
-    def turned(self, node: LeaderNode) -> None:
+    def turned(self, node: NodeView) -> None:
         """4: the next role of its process takes its memory, so nobody else may touch a page of it."""
         pool = node.pool
         left = {name: count for name, count in node.scheduler.sizes().items() if count}
-        if isinstance(node, KVNode):
+        if isinstance(node, KVView):
             left |= {
                 name: count for name in ("transfers", "handles") if (count := node.manager.sizes()[name])
             }
@@ -349,7 +324,7 @@ class Checks:
             raise Violation("4", f"{node.name} gives its memory to its next role and holds {left}, "
                             f"{pool.quarantined} pages in quarantine")  # fmt: skip
 
-    def _deadlines(self, node: LeaderNode) -> None:
+    def _deadlines(self, node: NodeView) -> None:
         """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps. A jump
         of its clock is noticed within the slack. One that has drained goes with what it has not ended."""
         scheduler: Any = node.scheduler
@@ -361,7 +336,7 @@ class Checks:
         for job in scheduler.admission.requests.values():
             if not now <= job.entered + job.ticket.budget_s + slack_s:  # not what production made of it
                 raise Violation("15", f"{node.name}: a job outlived its deadline", (job.ticket.room,))
-        if isinstance(node, KVNode):
+        if isinstance(node, KVView):
             for transfer, entry in scheduler.table.items():
                 phase = node.exchange.phase(transfer)
                 late_s = now - entry.state.entered - entry.state.ticket.budget_s
@@ -377,7 +352,7 @@ class Checks:
                         (machine.transfer.room,),
                     )
 
-    def _orphans(self, node: KVNode) -> None:
+    def _orphans(self, node: KVView) -> None:
         """18 and 21: a job and its hand-off end together, give or take a turn of each thread."""
         if node.drained:
             return  # its drain has taken too long: nobody turns any more, and it waits for the registry to go
@@ -400,7 +375,7 @@ class Checks:
                     "18", f"{node.name}: only one of job and hand-off of {transfer} ended", (transfer.room,)
                 )
 
-    def _hidden_quarantine(self, node: KVNode) -> None:
+    def _hidden_quarantine(self, node: KVView) -> None:
         """3: pages that wait for a proof are counted as such, or nobody would hear the alarm."""
         scheduler: Any = node.scheduler
         for transfer in list(scheduler.table):
@@ -414,12 +389,12 @@ class Checks:
                     "3", f"{node.name} does not count {transfer} as quarantined", (transfer.room,)
                 )
 
-    def _bounds(self, node: LeaderNode) -> None:
+    def _bounds(self, node: NodeView) -> None:
         """20 and 22."""
         scheduler: Any = node.scheduler
         if len(scheduler.admission.requests) > node.limits.max_queue:
             raise Violation("20", f"{node.name} holds {len(scheduler.admission.requests)} jobs")
-        if isinstance(node, KVNode) and node.exchange.sizes()["peers"] > len(node.peers):
+        if isinstance(node, KVView) and node.exchange.sizes()["peers"] > len(node.peers):
             raise Violation("22", f"{node.name} remembers peers without a session")
 
     # ---- everybody -----------------------------------------------------------------------------
@@ -427,15 +402,15 @@ class Checks:
     def sweep(self) -> None:
         """16, 13 and 18: what one side ended, the other learns; and memory comes back."""
         now = self.world.now
-        for leader in self.deployment.leaders():
+        for leader in leaders(self.state):
             # What is empty stays as it was when it was last looked at.
             if not leader.paused and not leader.busy and any(leader.scheduler.sizes().values()):
                 self.node(leader)
                 self.requests.stands(leader)
-        for front in self.deployment.fronts.values():
+        for front in fronts(self.state):
             if front.alive and not front.paused and front.resumed_at < now - 1.0:
                 self.answers.waiting(front)
-        lives = self.deployment.by_leader
+        lives = self.state.by_leader
         for (me, transfer), half in list(self.open.items()):
             node = half.node
             if not node.alive:
@@ -445,7 +420,7 @@ class Checks:
             other = lives.get(peer)
             if node.paused or other is None or other.paused:
                 continue
-            awake = max(node.resumed_at, other.resumed_at, self.deployment.healed_at)
+            awake = max(node.resumed_at, other.resumed_at, self.state.healed_at)
             if half.ended_at is None:
                 twin = self.halves.get((peer, transfer))
                 if not other.alive:
@@ -459,7 +434,7 @@ class Checks:
                             "16", f"{node.name} did not hear of the end of {transfer}", (transfer.room,)
                         )
                 continue
-            if transfer in self.buggy:
+            if transfer in self.state.buggy:
                 continue
             answers = max(node.no_answer_until, getattr(other, "no_answer_until", 0.0))
             # What ended while they had no session is settled over the next one.
@@ -476,29 +451,29 @@ class Checks:
     def at_rest(self) -> None:
         """15, 21: everything has ended and everything is back."""
         # Where one sequence at a time has a place for its state, hundreds wait for it.
-        narrow = any(node.engine.spec.slots == 1 for node in self.deployment.leaders())
-        for name, asked in self.deployment.asked.items():
+        narrow = any(node.engine.spec.slots == 1 for node in leaders(self.state))
+        for name, asked in self.state.asked.items():
             rooms = tuple(asked.rooms)
             if not asked.outcome:
                 raise Violation("15", f"{name} never ended", rooms)
-            conflict = asked.room in self.deployment.causes.conflicts
+            conflict = asked.room in self.causes.conflicts
             expected = ("done", "aborted", *["failed"] * conflict, *["late"] * narrow)
-            if self.deployment.calm and not asked.wanted.bad and asked.outcome not in expected:
+            if self.state.calm and not asked.wanted.bad and asked.outcome not in expected:
                 text = f"{name} {asked.outcome} though nothing went wrong: {asked.error}"
                 raise Violation("12", text, rooms)
-        for front in self.deployment.fronts.values():
+        for front in fronts(self.state):
             if front.alive and any(front.fleet.sizes().values()):
                 raise Violation("21", f"{front.name} at rest still has {front.fleet.sizes()}")
-        for node in self.deployment.leaders():
+        for node in leaders(self.state):
             self._at_rest(node)
         if self.reads:
             raise Violation("21", f"{len(self.reads)} hand-offs still read their source pages")
 
-    def _at_rest(self, node: LeaderNode) -> None:
+    def _at_rest(self, node: NodeView) -> None:
         self.node(node)
         sizes = {f"role {k}": v for k, v in node.scheduler.sizes().items()}
         sizes |= {f"engine {k}": v for k, v in node.engine.sizes().items()}
-        if isinstance(node, KVNode):
+        if isinstance(node, KVView):
             sizes |= {k: v for k, v in node.manager.sizes().items() if k != "peers"}
             sizes |= {"exposed": len(node.exposed), "grants": node.grants}
         held = {k: v for k, v in sizes.items() if v}

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from segue.kv.ids import LeaderId
-from segue.lab.sim.sim_tcp import BACKLOG, SimConnection, SimListener, Socket
+from segue.lab.sim.sim_tcp import BACKLOG, ProcessLoop, SimConnection, SimListener, Socket
 from segue.lab.sim.timing import Timing
 from segue.lab.sim.world import Process, World
-
-if TYPE_CHECKING:
-    from segue.lab.sim.loop import SimLoop
 
 
 class Network:
@@ -45,7 +42,7 @@ class Network:
         """`listener` is bound, and is found from now on."""
         self._listeners[listener.place] = listener
 
-    def listening(self, loop: SimLoop, port: int) -> SimListener:
+    def listening(self, loop: ProcessLoop, port: int) -> SimListener:
         """A listener of `loop`'s process at its host and `port`."""
         listener = SimListener(self, loop)
         listener.bind((loop.host, port))
@@ -71,7 +68,7 @@ class Network:
         return [listener for listener in self._listeners.values() if listener.process is process]
 
     def dial(
-        self, loop: SimLoop, host: str, port: int, make: Callable[[], Any], made: asyncio.Future[Any]
+        self, loop: ProcessLoop, host: str, port: int, make: Callable[[], Any], made: asyncio.Future[Any]
     ) -> None:
         """A SYN on its way. `made` gets (transport, protocol), or ConnectionRefusedError, or TimeoutError."""
         delay_s = self.timing.latency_s * (1.0 + self.timing.jitter * self._rng.random())
@@ -79,7 +76,7 @@ class Network:
 
     def _knock(
         self,
-        loop: SimLoop,
+        loop: ProcessLoop,
         host: str,
         port: int,
         make: Callable[[], Any],
@@ -196,6 +193,6 @@ class Network:
             other.process.after(delay_s, other.broke, ConnectionResetError("connection reset by peer"))
 
 
-def _fail(loop: SimLoop, made: asyncio.Future[Any], error: Exception) -> None:
+def _fail(loop: ProcessLoop, made: asyncio.Future[Any], error: Exception) -> None:
     if not made.done():
         loop.enter(made.set_exception, error)

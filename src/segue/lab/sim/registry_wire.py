@@ -27,6 +27,15 @@ from segue.server.registry.registry_records import (
     RoomRecord,
 )
 
+HOST, PORT = "127.0.3.1", 8998
+#: In the proportion of production's defaults, and short, so that a run sees many of them.
+TTL_S, CONNECT_S = 9.0, 4.5
+#: Within which a watcher knows what is true when nothing stands in the way: somebody's silence is noticed,
+#: a restarted registry has heard of everybody, a query that was lost is given up and asked again.
+SETTLED_S = 1.2 * (TTL_S + 2 * CONNECT_S + 3.0)
+#: The same behind a connection of which nobody says that it is gone.
+SILENT_S = 1.2 * (TTL_S + CONNECT_S)
+
 MAX_FRAME_BYTES = 2**20
 #: The types of each question's arguments and of its answer.
 QUESTIONS: dict[str, tuple[Any, Any]] = {

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from segue.kv.ids import KVPoll, LeaderId, TransferId
 from segue.kv.protocol import events
+from segue.lab.sim.causes import Causes
 from segue.lab.sim.fair_checks import FairChecks
-from segue.lab.sim.world import Violation
+from segue.lab.sim.node_views import NodeView
+from segue.lab.sim.sim_state import SimState
+from segue.lab.sim.world import Process, Violation, World
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item
 from segue.server.messages.control import Cancel, Submit
-
-if TYPE_CHECKING:
-    from segue.lab.sim.deployment import Deployment
-    from segue.lab.sim.sim_leader import LeaderNode
-    from segue.lab.sim.world import Process, World
 
 
 class RequestChecks:
     """What an instance is looked at for by what it was asked."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment = deployment
-        self.world: World = deployment.world
+    def __init__(self, state: SimState, causes: Causes) -> None:
+        self._state = state
+        self._causes = causes
+        self.world: World = state.world
         self._fair = FairChecks()
         #: who stood still when last looked at, and has had no turn since
-        self._standing: set[LeaderNode] = set()
+        self._standing: set[NodeView] = set()
         #: (leader, ticket) → the one job it has placed, and until when it may place no other
         self._placed: dict[tuple[LeaderId, TransferId], tuple[int, float]] = {}
 
-    def had_a_turn(self, node: LeaderNode) -> None:
+    def had_a_turn(self, node: NodeView) -> None:
         """The leader has had a turn, so it does not stand still; and whether requests wait there is noted."""
-        self.deployment.causes.short(node, self._waits_for_pages(node))
+        self._causes.short(node, self._waits_for_pages(node))
         self._fair.turn(node)
         self._standing.discard(node)
 
-    def node(self, node: LeaderNode) -> None:
+    def node(self, node: NodeView) -> None:
         """Its tables."""
         self._tickets(node)
         self._abandoned(node)
 
-    def _tickets(self, node: LeaderNode) -> None:
+    def _tickets(self, node: NodeView) -> None:
         """1: a ticket places one request. (Of hand-offs the exchange's tombstones say the same.)"""
         scheduler: Any = node.scheduler
         for job in scheduler.admission.requests.values():
@@ -54,13 +53,13 @@ class RequestChecks:
                 )
             self._placed[key] = (job.seq_id, job.deadline)
 
-    def _abandoned(self, node: LeaderNode) -> None:
+    def _abandoned(self, node: NodeView) -> None:
         """16, of frontends: what nobody waits for any more ends when its session does, not by itself."""
         scheduler: Any = node.scheduler
         if node.was_paused:
             return
         for job in scheduler.admission.requests.values():
-            front = self.deployment.by_leader.get(LeaderId(job.origin))
+            front = self._state.by_leader.get(LeaderId(job.origin))
             if job.ended or front is None or not self._is_gone(node, front):
                 continue
             state = "silent" if front.alive else "dead"
@@ -68,9 +67,9 @@ class RequestChecks:
                 "16", f"{node.name} still serves {front.name}, which is {state}", (job.ticket.room,)
             )
 
-    def _is_gone(self, node: LeaderNode, front: Process) -> bool:
+    def _is_gone(self, node: NodeView, front: Process) -> bool:
         """Whether `node` must have noticed by now that nothing comes from `front` any more."""
-        network, timing, now = self.deployment.network, self.deployment.timing, node.world.now
+        network, timing, now = self._state.network, self._state.timing, node.world.now
         # By a clock that runs slow.
         silent_s = timing.silence_s / 0.9 + 0.5
         if not front.alive:
@@ -79,7 +78,7 @@ class RequestChecks:
             return True
         return network.blocked_s(front, node) > silent_s
 
-    def _waits_for_pages(self, node: LeaderNode) -> bool:
+    def _waits_for_pages(self, node: NodeView) -> bool:
         """Whether requests wait here because others have what they need."""
         scheduler: Any = node.scheduler
         batch, queue = getattr(scheduler, "batch", None), getattr(scheduler, "queue", None)
@@ -89,7 +88,7 @@ class RequestChecks:
             or getattr(scheduler, "preallocation", ())
         )
 
-    def stands(self, node: LeaderNode) -> None:
+    def stands(self, node: NodeView) -> None:
         """17: a leader that nobody wakes stands still as well. Something may be about to wake it, so it
         must have been so at the last look too, and have had no turn since."""
         try:
@@ -101,7 +100,7 @@ class RequestChecks:
         else:
             self._standing.discard(node)
 
-    def nothing_to_do(self, node: LeaderNode) -> None:
+    def nothing_to_do(self, node: NodeView) -> None:
         """17: the leader has planned no step. Then every request here waits for somebody else: for its
         prefill side, or for pages that a hand-off has, which come back by its end. A deadline is no such end.
         """
@@ -125,7 +124,7 @@ class RequestChecks:
             rooms = tuple(job.ticket.room for job in ready)
             raise Violation("17", f"{node.name} stands still: {scheduler.sizes()}", rooms)
 
-    def broken(self, node: LeaderNode, item: Item) -> None:
+    def broken(self, node: NodeView, item: Item) -> None:
         """12: what the role broke on ends at once, not by its deadline; a last word is heard all the same."""
         scheduler: Any = node.scheduler
         rooms: tuple[int, ...] = ()

@@ -11,10 +11,9 @@ from typing import Any
 from segue.kv.errors import ChecksumMismatch
 from segue.kv.protocol import events
 from segue.lab.sim.deployment import CHECK_EVERY, Deployment
-from segue.lab.sim.faults import Injected
 from segue.lab.sim.scenario import Fault, Scenario, make_scenario
 from segue.lab.sim.sim_engine import WrongKV
-from segue.lab.sim.world import Violation, World
+from segue.lab.sim.world import Injected, Violation, World
 
 
 @dataclass(slots=True)

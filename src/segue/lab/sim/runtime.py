@@ -12,10 +12,9 @@ from segue.kv.io import LoopIo
 from segue.kv.session.api import Session, SessionHandler
 from segue.kv.session.connection import Connection
 from segue.kv.session.node import SessionNode
-from segue.lab.sim.faults import Injected
 from segue.lab.sim.loop import SimLoop, SimSockets
 from segue.lab.sim.sim_threads import ProcessEnded, SimThread
-from segue.lab.sim.world import Process, Violation
+from segue.lab.sim.world import Injected, Process, Violation
 
 T = TypeVar("T")
 

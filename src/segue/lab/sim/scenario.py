@@ -12,8 +12,8 @@ from segue.engine.request import SamplingParams
 from segue.kv.ids import ChecksumMode, Role
 from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, FOLLOW_BOOTSTRAP_ROOM, REDIRECT_ON_CONFLICT
 from segue.lab.sim.clients import Wanted
+from segue.lab.sim.node_spec import VOCAB, NodeSpec
 from segue.lab.sim.sim_engine import reference
-from segue.lab.sim.sim_node import VOCAB, NodeSpec
 from segue.lab.sim.splits import Splits, draw_splits
 from segue.lab.sim.timing import Timing
 from segue.lab.sim.vocabulary import (

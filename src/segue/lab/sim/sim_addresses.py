@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from segue.lab.sim.node_spec import NodeSpec
 from segue.lab.sim.runtime import PORT
-from segue.lab.sim.sim_leader import NodeSpec
 
 Address = tuple[str, int]
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from segue.kv.transport.net.ioloop import ALWAYS, IoLoop, Poller
-from segue.lab.sim.faults import Injected
-from segue.lab.sim.world import Process, SkewedClock, Violation
+from segue.lab.sim.world import Injected, Process, SkewedClock, Violation
 
 #: Timers fire this much late, so that a clock of another rate has surely reached their time.
 LATE_S = 1e-6

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from segue.engine.engine_api import HostPages, OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
@@ -21,17 +21,21 @@ from segue.kv.config import LeaderRuntime, SessionConfig
 from segue.kv.control_plane import ControlPlane
 from segue.kv.errors import RankDivergence, SegueError
 from segue.kv.handles import Change
-from segue.kv.ids import ChecksumMode, Incarnation, Role
+from segue.kv.ids import Incarnation, Role
 from segue.kv.limits import Limits
-from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT, DpRanks
 from segue.kv.session.api import Session
-from segue.lab.sim.faults import Injected, NodeFaults
+from segue.lab.sim.causes import Causes
+from segue.lab.sim.faults import NodeFaults
+from segue.lab.sim.invariants import Checks
 from segue.lab.sim.loop import SimLoop
+from segue.lab.sim.node_spec import CONTEXT_TOKENS, VOCAB, NodeSpec
+from segue.lab.sim.node_views import NodeView
 from segue.lab.sim.runtime import SimIo, SimSessionNode
 from segue.lab.sim.sim_engine import Copied, LineageEngine, WrongKV, lineage_spec
+from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.sim_threads import SimThread
 from segue.lab.sim.timing import Timing
-from segue.lab.sim.world import Process, SkewedClock, Violation
+from segue.lab.sim.world import SkewedClock, Violation
 from segue.server.instance.frontend_sessions import FrontendSessions
 from segue.server.instance.kv_settings import LeaderMessage
 from segue.server.instance.leader import Drain, Hold, Inspect, Item, Leader, NextRole
@@ -41,61 +45,10 @@ from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.scheduler import Scheduler
 from segue.server.schedulers.unified import UnifiedScheduler
 
-if TYPE_CHECKING:
-    from segue.lab.sim.deployment import Deployment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSpec:
-    """What one leader of an instance is; survives its restarts. Leaders of one instance differ in `dp_rank`,
-    and the first gives it its name."""
-
-    name: str
-    role: Role
-    pages: int
-    page_tokens: int
-    chunk_tokens: int
-    max_batch: int
-    model: str = "lineage-1"
-    layers: int = 2
-    kv_checksum: ChecksumMode = ChecksumMode.FULL
-    clock_offset_s: float = 0.0
-    clock_rate: float = 1.0
-    pace: float = 1.0
-    dp_rank: int = 0
-    dp_size: int = 1
-    load_balance: str = "round_robin"
-    force_query: bool = False
-    on_conflict: str = REDIRECT_ON_CONFLICT
-    #: of decode: None, or how long the prompts are at most that it computes itself; -1: as measured
-    local_tokens: int | None = None
-    #: its engine says of each layer that its KV is there, if it says it at all
-    send_layers: bool = False
-
-    @property
-    def dp(self) -> DpRanks:
-        """As the instance declares it."""
-        return DpRanks(
-            size=self.dp_size,
-            load_balance=self.load_balance,
-            force_query=self.force_query,
-            on_conflict=self.on_conflict,
-        )
-
-    @property
-    def instance(self) -> str:
-        """The instance that it is a leader of."""
-        return self.name.partition(".")[0]
-
-
-VOCAB = 1000
 #: How often an engine says that the KV is there before its forward ends; it need not.
 TELLS = 0.8
-CONTEXT_TOKENS = 512
 #: How often an operator looks whether a leader has drained, and when it gives up.
 LOOK_S, LOOKS = 0.02, 150
-#: What ends a sequence in the seeds that vary how answers end.
-EOS = frozenset(range(0, VOCAB, 16))
 
 
 @dataclass(slots=True)
@@ -180,7 +133,7 @@ class CheckedEngine(LineageEngine):
         if faults is None or len(self.ranks) == 1:
             return None
         rank = faults % len(self.ranks)
-        self.node.deployment.counts["ranks that diverged"] += 1
+        self.node.state.counts["ranks that diverged"] += 1
         for step in steps:
             for position in range(step.span.start, step.span.end):
                 self.spoil(rank, step.pages, position)
@@ -192,7 +145,7 @@ class CheckedEngine(LineageEngine):
         if not faults.copy_flips or not isinstance(host, Copied):
             return host
         faults.copy_flips -= 1
-        self.node.deployment.counts["flipped copies"] += 1
+        self.node.state.counts["flipped copies"] += 1
         copies = [bytearray(page) for page in host.pages]
         wrong = rng.choice(copies)
         wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
@@ -224,10 +177,10 @@ class Fronts(FrontendSessions):
 
     def closed(self, session: Session, error: SegueError) -> None:
         """As production; a frontend that was given up because it was stopped or cut off is counted."""
-        node, deployment = self._node, self._node.deployment
-        front = deployment.by_leader[session.peer.leader]
-        if "silent" in error.info.text and (front.paused or deployment.network.blocked(front, node)):
-            deployment.counts["silent frontends"] += 1
+        node, state = self._node, self._node.state
+        front = state.by_leader[session.peer.leader]
+        if "silent" in error.info.text and (front.paused or state.network.blocked(front, node)):
+            state.counts["silent frontends"] += 1
         super().closed(session, error)
 
 
@@ -242,37 +195,50 @@ class CheckedLeader(Leader):
         if node.faults.broke:
             node.faults.broke = False
             try:
-                node.deployment.checks.requests.broken(node, item)
+                node.checks.requests.broken(node, item)
             except Violation as violation:
                 node.world.fail(violation)
 
 
-class LeaderNode(Process):
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a node is made with, and whom it tells what it does: that it takes nothing new, and that it has
+    drained and goes."""
+
+    state: SimState
+    causes: Causes
+    checks: Checks
+    draining: Callable[[NodeView], None]
+    leaves: Callable[[NodeView], None]
+
+
+class LeaderNode(NodeView):
     """One replica in one life."""
 
-    def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
-        super().__init__(deployment.world, f"{spec.name}#{life}" if life else spec.name)
-        self.deployment = deployment
+    def __init__(self, parts: NodeParts, spec: NodeSpec, life: int) -> None:
+        state = parts.state
+        super().__init__(state.world, f"{spec.name}#{life}" if life else spec.name)
+        self.parts = parts
+        self.state = state
+        self.causes = parts.causes
+        self.checks = parts.checks
         self.spec = spec
-        self.rng: random.Random = deployment.world.rng(f"node {self.name}")
-        self.me = deployment.identity(spec, self.rng)
-        #: which life of its instance this is: a leader that ends does not come back within it
-        self.instance_life = deployment.instance_lives[spec.instance]
-        self.world_timing: Timing = deployment.timing
-        self.skewed = SkewedClock(deployment.world, spec.clock_offset_s, spec.clock_rate)
+        self.rng: random.Random = state.world.rng(f"node {self.name}")
+        self.me = state.identity(spec, self.rng)
+        self.instance_life = state.instance_lives[spec.instance]
+        self.world_timing: Timing = state.timing
+        self.skewed = SkewedClock(state.world, spec.clock_offset_s, spec.clock_rate)
         self.clock: Clock = self.skewed
-        self.limits: Limits = deployment.limits(spec)
-        splits = deployment.scenario.splits
+        self.limits: Limits = state.limits(spec)
+        splits = state.scenario.splits
         whole = lineage_spec(
             spec.pages,
             spec.page_tokens,
             spec.layers * splits.layers,
             splits.heads,
             latent=splits.latent,
-            page_major=deployment.world.rng(f"layout {spec.name}").random() < 0.4,
-            slots=deployment.world.rng(f"slots {spec.name}").choice((1, 3, 16))
-            if deployment.scenario.state
-            else 0,
+            page_major=state.world.rng(f"layout {spec.name}").random() < 0.4,
+            slots=state.world.rng(f"slots {spec.name}").choice((1, 3, 16)) if state.scenario.state else 0,
         )
         self.engine = CheckedEngine(
             whole,
@@ -280,25 +246,25 @@ class LeaderNode(Process):
             vocab_size=VOCAB,
             context_tokens=CONTEXT_TOKENS,
             model=spec.model,
-            eos_token_ids=deployment.eos,
-            scratch_bytes=deployment.scratch_bytes,
+            eos_token_ids=state.eos,
+            scratch_bytes=state.scratch_bytes,
         )
         self.engine.node = self
         self.pool = PagePool(spec.pages, spec.page_tokens)
         self.faults = NodeFaults(self)
-        self.host, self.port = deployment.addresses.of(spec.name)
-        self.loop = SimLoop(self, self.skewed, deployment.network, self.host, deployment.timing.hop_s)  # type: ignore[abstract]
+        self.host, self.port = state.addresses.of(spec.name)
+        self.loop = SimLoop(self, self.skewed, state.network, self.host, state.timing.hop_s)  # type: ignore[abstract]
         self.io = SimIo(self.loop)
         self.runtime = LeaderRuntime(
             io=lambda _on_error: self.io,
             node=partial(SimSessionNode, loop=self.loop),
-            uniform=deployment.world.rng(f"dialer {self.name}").uniform,
+            uniform=state.world.rng(f"dialer {self.name}").uniform,
         )
         self.fronts = Fronts(self)
         self.squeezed: list[int] = []
         self.draining = self.drained = self._switching = False
         #: whether another thread or a device computes, as in production, or the leader's thread
-        self.device = deployment.world.rng(f"device {spec.name}").random() < 0.5
+        self.device = state.world.rng(f"device {spec.name}").random() < 0.5
         self.draining_since: float | None = None
         self._waking = False
         self._wake_at: float | None = None
@@ -324,7 +290,7 @@ class LeaderNode(Process):
             name=f"{self.spec.role.value} {self.me}",
             limits=self.limits,
             chunk_tokens=self.spec.chunk_tokens,
-            secret=self.deployment.secret or b"",
+            secret=self.state.secret or b"",
             dp=self.spec.dp,
         )
 
@@ -338,7 +304,7 @@ class LeaderNode(Process):
             me=self.me,
             host=self.host,
             port=self.port,
-            secret=self.deployment.secret,
+            secret=self.state.secret,
             limits=self.limits,
             messages=LeaderMessage,
         )
@@ -408,11 +374,11 @@ class LeaderNode(Process):
         except Exception as exc:
             raise Violation("14", f"the loop of {self.name} would have ended: {exc!r}") from exc
         if batch is not None and batch.retractions > retracted:
-            self.deployment.checks.retracted(self, batch.retractions - retracted)
+            self.checks.retracted(self, batch.retractions - retracted)
         if self.busy and not self.device:
             return
         if not more and not self.busy:
-            self.deployment.checks.requests.nothing_to_do(self)
+            self.checks.requests.nothing_to_do(self)
         self._turned(more)
 
     def forward_ended(self) -> None:
@@ -421,7 +387,7 @@ class LeaderNode(Process):
         self._turned(more=True)
 
     def _turned(self, more: bool) -> None:
-        self.deployment.checks.after_turn(self)
+        self.checks.after_turn(self)
         if self._leave_if_drained():
             return
         if more:
@@ -442,19 +408,19 @@ class LeaderNode(Process):
 
     def drain(self) -> None:
         """SIGTERM."""
-        self.deployment.causes.struck("drained", self)
+        self.causes.struck("drained", self)
         self.draining = True
         self.put(Drain())
         if self.draining_since is None:
             self.draining_since = self.world.now
-        self.deployment.registry.members[self].say_draining()
+        self.parts.draining(self)
 
     def switch(self, *, resumes: bool, late_s: float) -> None:
         """An operator drains it, and has it turn once it says that it is drained; with `resumes` another one
         has it take requests again then, and it is told to turn `late_s` after that."""
         if not self.draining and not self._switching:
             self._switching = True
-            self.deployment.causes.struck("drained", self)
+            self.causes.struck("drained", self)
             self.put(Hold(True))
             self._look(LOOKS, resumes, late_s)
 
@@ -485,10 +451,10 @@ class LeaderNode(Process):
     def _leave_if_drained(self) -> bool:
         if not self.drained and self.leader.drained():
             if not self.draining:
-                self.deployment.counts["switches"] += 1
-                self.deployment.checks.turned(self)
+                self.state.counts["switches"] += 1
+                self.checks.turned(self)
             self.drained = True
-            self.deployment.leave(self)
+            self.parts.leaves(self)
         return self.drained
 
     def rank_diverged(self, rank: int, error: SegueError) -> None:
@@ -535,6 +501,3 @@ class LeaderNode(Process):
         self.pool.release(self.squeezed)
         self.squeezed = []
         self.wake()
-
-
-__all__ = ["CONTEXT_TOKENS", "VOCAB", "Injected", "LeaderNode", "NodeSpec"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,25 +31,19 @@ from segue.kv.transport.memory.pool_memory import Memory, host_region
 from segue.kv.transport.options import TransportOptions
 from segue.kv.transport.probe import HostSpeed
 from segue.lab.sim.datapath import DataPath, SimKinds, SimShm, SimTcp, SimTransport
-from segue.lab.sim.faults import Injected
 from segue.lab.sim.faulty import Hearing
+from segue.lab.sim.node_spec import NodeSpec
+from segue.lab.sim.node_views import Exposed, KVView
 from segue.lab.sim.runtime import SimWorker
-from segue.lab.sim.sim_leader import VOCAB, LeaderNode, NodeSpec
+from segue.lab.sim.sim_leader import LeaderNode, NodeParts
 from segue.lab.sim.sim_workers import SimWorkerRank
-from segue.lab.sim.world import Violation
+from segue.lab.sim.world import Injected, Violation
 from segue.server.instance.leader import Abandon
 from segue.server.observe.integrity_report import busy
 from segue.server.schedulers.decode import DecodeScheduler
 from segue.server.schedulers.local_prompts import LocalPrompts
 from segue.server.schedulers.prefill import PrefillScheduler
 from segue.server.schedulers.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from segue.lab.sim.deployment import Deployment
-
-
-__all__ = ["VOCAB", "KVNode", "LeaderNode", "NodeSpec"]
-
 
 #: The effects that may raise: what the others do cannot fail.
 BREAKABLE = (events.Send, events.PostWrite, events.Grant, events.Fence, events.ComputeChecksum)
@@ -64,14 +59,6 @@ UNDECIDED = (
 )
 
 
-@dataclass(slots=True)
-class Exposed:
-    """Pages of one receiver that a peer may write into."""
-
-    transfer: TransferId
-    pages: set[int]
-
-
 class CheckedExchange(Exchange):
     """Production's exchange; each event and what follows from it are looked at."""
 
@@ -84,18 +71,18 @@ class CheckedExchange(Exchange):
         node.world.trace.append((node.world.now, node.name, event))
         if isinstance(event, events.OpenReceiver):
             later = event.transfer.prefill.dp_rank or event.transfer.decode.dp_rank
-            node.deployment.counts["hand-offs with a later leader of an incarnation"] += bool(later)
+            node.state.counts["hand-offs with a later leader of an incarnation"] += bool(later)
         about = event.message if isinstance(event, events.Received) else event
         if node.faults.event_fails and isinstance(about, UNDECIDED):
             node.faults.event_fails -= 1
-            node.deployment.counts[f"exception at {type(about).__name__}"] += 1
+            node.state.counts[f"exception at {type(about).__name__}"] += 1
             node.struck_at = node.world.now
             raise Injected(f"injected into {type(about).__name__}")
         try:
             effects = super().handle(event, now)
         except IllegalEvent as exc:
             # What outlives even the tombstone (a pause) production refuses quietly.
-            if not node.deployment.checks.is_over(node, event):
+            if not node.checks.is_over(node, event):
                 transfer = getattr(event, "transfer", None)
                 rooms = (transfer.room,) if transfer is not None else ()
                 node.world.fail(Violation("2", f"{node.name}: {exc}", rooms))
@@ -103,7 +90,7 @@ class CheckedExchange(Exchange):
         except SegueError as error:
             node.world.note(node.name, f"refused: {error}")
             raise
-        node.checked(node.deployment.checks.scope, node, event, effects)
+        node.checked(node.checks.scope, node, event, effects)
         return effects
 
 
@@ -132,12 +119,12 @@ class SimManager(KVManager):
         if any(refusal is effect for refusal in self._refusals):
             self._refusals = [refusal for refusal in self._refusals if refusal is not effect]
         else:
-            node.checked(node.deployment.checks.effect, node, effect)
+            node.checked(node.checks.effect, node, effect)
         if isinstance(effect, events.Send) and isinstance(effect.message, Metadata):
             effect = self._spoiled(effect, effect.message)
         if node.faults.effect_fails and isinstance(effect, BREAKABLE):
             node.faults.effect_fails -= 1
-            node.deployment.counts[f"exception in {type(effect).__name__}"] += 1
+            node.state.counts[f"exception in {type(effect).__name__}"] += 1
             node.struck_at = node.world.now
             # Before or after it was done; but a checksum that was taken on is answered, and not refused too.
             if not isinstance(effect, events.ComputeChecksum) and node.rng.random() < 0.5:
@@ -151,8 +138,8 @@ class SimManager(KVManager):
     def _spoiled(self, effect: events.Send, metadata: Metadata) -> events.Send:
         message, lost = self._sim_node.faults.metadata(metadata)
         if lost:
-            deployment = self._sim_node.deployment
-            deployment.break_session(self._sim_node, deployment.by_leader[effect.peer])
+            node = self._sim_node
+            node.causes.break_session(node, node.state.by_leader[effect.peer])
         return replace(effect, message=message)
 
     def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
@@ -171,18 +158,18 @@ class SimManager(KVManager):
     def opened(self, session: Session) -> None:
         super().opened(session)
         node, me = self._sim_node, session.peer.leader
-        peer = node.deployment.by_leader[me]
+        peer = node.state.by_leader[me]
         if me in self._peers and isinstance(peer, KVNode):
-            node.checked(node.deployment.checks.joined, node, peer)
+            node.checked(node.checks.joined, node, peer)
 
     def _ready(self, peer: Peer) -> None:
         super()._ready(peer)
         node = self._sim_node
         if peer.probe is not None:
-            node.deployment.counts[f"pairs that measured and took {peer.transport}"] += 1
-        other = node.deployment.by_leader[peer.session.peer.leader]
+            node.state.counts[f"pairs that measured and took {peer.transport}"] += 1
+        other = node.state.by_leader[peer.session.peer.leader]
         if peer.session.peer.leader in self._peers and isinstance(other, KVNode):
-            node.checked(node.deployment.checks.joined, node, other)
+            node.checked(node.checks.joined, node, other)
 
     def received(self, session: Session, message: object) -> None:
         node = self._sim_node
@@ -219,7 +206,7 @@ class SimDigester(Digester):
         if spec.slots:
             mine = replace(mine, state=(spec.slots_at, spec.nbytes - spec.slots_at))
         self._mine = mine.ranges()
-        if "full queues" in node.deployment.scenario.features:
+        if "full queues" in node.state.scenario.features:
             max_waiting = rng.choice((1, 4, max_waiting))
         worker = partial(SimWorker, node, self._takes_s)
         super().__init__(memory, answer, max_waiting, inline_bytes=rng.choice((0, 0, 256)), worker=worker)
@@ -231,7 +218,7 @@ class SimDigester(Digester):
         node = self._node
         if node.faults.page_flips and node.spec.role is Role.DECODE:
             node.faults.page_flips -= 1
-            node.deployment.checks.flips.page(node, effect, node.rng)
+            node.checks.flips.page(node, effect, node.rng)
         super().submit(effect)
 
     def hash(self, effect: events.ComputeChecksum) -> events.ChecksumReady:
@@ -246,7 +233,7 @@ class SimDigester(Digester):
         if effect.content.state is not None:
             pages |= node.pages_at(*effect.content.state)
         node.checked(self._is_mine, effect)
-        node.checked(node.deployment.checks.ranks.hashing, node, effect.transfer, pages)
+        node.checked(node.checks.ranks.hashing, node, effect.transfer, pages)
         if self._fails:
             self._memory, self._fails = _Unreadable(), False  # type: ignore[assignment]
         try:
@@ -274,12 +261,12 @@ class SimDigester(Digester):
         return took_s + (slow_s or 0.0)
 
 
-class KVNode(LeaderNode):
+class KVNode(LeaderNode, KVView):
     """A prefill or a decode instance."""
 
     scheduler: PrefillScheduler | DecodeScheduler
 
-    def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
+    def __init__(self, parts: NodeParts, spec: NodeSpec, life: int) -> None:
         #: from a rank to one of a decode node, over a transport
         self.paths: dict[tuple[int, RankId, str], DataPath] = {}
         self.hearing = Hearing(self)
@@ -294,17 +281,17 @@ class KVNode(LeaderNode):
         #: ranks whose worker has ended
         self.ended_ranks: set[int] = set()
         self._pool_at = 0
-        super().__init__(deployment, spec, life)
+        super().__init__(parts, spec, life)
 
     def _make_scheduler(self) -> Scheduler:
         config = KVConfig(
             **vars(self._session_config()),
             model=self.spec.model,
             spec=self.engine.spec,
-            transports=self.deployment.transports,
+            transports=self.state.transports,
             dp=self.spec.dp,
             kv_checksum=self.spec.kv_checksum,
-            scratch_bytes=self.deployment.scratch_bytes,
+            scratch_bytes=self.state.scratch_bytes,
         )
         runtime = replace(
             self.runtime,
@@ -333,11 +320,6 @@ class KVNode(LeaderNode):
         """The part of the engine's pool that each rank has."""
         return self.engine.ranks
 
-    @property
-    def grants(self) -> int:
-        """How many live grants its transports have."""
-        return sum(len(transport.grants) for transport in self.transports.values())
-
     def _listen(self) -> None:
         self.plane = self.manager.plane
         self.manager.start()
@@ -349,7 +331,7 @@ class KVNode(LeaderNode):
             memory = Memory([host_region(self.engine.memory)])
             mine = replace(runtime, digester=partial(SimDigester, self, index))
             rank = local_rank(replace(config, spec=spec), memory, mine, index)
-            if self.deployment.scenario.workers:
+            if self.state.scenario.workers:
                 self.workers.append(SimWorkerRank(self, index, rank))
             found.append(self.workers[index] if self.workers else rank)
         return found
@@ -381,19 +363,9 @@ class KVNode(LeaderNode):
         return bool(busy(self.manager.sizes()))
 
     @property
-    def exchange(self) -> Exchange:
-        """The protocol's state."""
-        return self.manager.exchange
-
-    @property
     def handles(self) -> dict[TransferId, KVSender | KVReceiver]:
         """What the role still holds."""
         return self.manager._handles
-
-    @property
-    def peers(self) -> dict[LeaderId, Any]:
-        """The peers that hand-offs are possible with now."""
-        return self.manager._peers
 
     def checked(self, check: Callable[..., None], *args: Any) -> None:
         """Look at something; what is wrong ends the run, whatever production makes of the exception."""
@@ -405,7 +377,13 @@ class KVNode(LeaderNode):
 
     # ---- what lands here ---------------------------------------------------------------------------
 
-    def data_path(self, mine: int, reader: KVNode, rank: int, name: str) -> DataPath:
+    def flipped(
+        self, epoch: int, data: list[tuple[int, bytes]], rng: random.Random
+    ) -> list[tuple[int, bytes]]:
+        """`data` as it lands here with one bit changed."""
+        return self.checks.flips.wire(self, epoch, data, rng)
+
+    def data_path(self, mine: int, reader: KVView, rank: int, name: str) -> DataPath:
         """The path from our rank `mine` to one of a decode node over the transport `name`."""
         key = (mine, RankId(reader.me, rank), name)
         path = self.paths.get(key)
@@ -426,11 +404,7 @@ class KVNode(LeaderNode):
 
     def check_source(self, peer: LeaderId, epoch: int, ranges: list[tuple[int, int]]) -> None:
         """Invariant 3: what is being read still belongs to its hand-off, or is scratch."""
-        if all(at >= len(self.engine.memory) - self.deployment.scratch_bytes for at, _ in ranges):
+        if all(at >= len(self.engine.memory) - self.state.scratch_bytes for at, _ in ranges):
             return
         pages = {page for at, size in ranges for page in self.pages_at(at, size)}
-        self.deployment.checks.ranks.reading(self, peer, epoch, pages)
-
-    def pages_at(self, offset: int, nbytes: int) -> set[int]:
-        """The pages that a range of the pool's bytes touches."""
-        return set(self.engine.page_of_word[offset // 8 : (offset + nbytes - 1) // 8 + 1])
+        self.checks.ranks.reading(self, peer, epoch, pages)

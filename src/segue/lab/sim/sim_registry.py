@@ -15,9 +15,20 @@ from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.limits import Limits
 from segue.lab.sim.front import FrontNode
 from segue.lab.sim.loop import SimLoop
-from segue.lab.sim.registry_wire import RegistryDoor, SimBackend
+from segue.lab.sim.node_views import NodeView, leaders_of
+from segue.lab.sim.registry_wire import (
+    CONNECT_S,
+    HOST,
+    PORT,
+    SETTLED_S,
+    SILENT_S,
+    TTL_S,
+    RegistryDoor,
+    SimBackend,
+)
 from segue.lab.sim.sim_leader import LeaderNode
 from segue.lab.sim.sim_node import KVNode
+from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Process, SkewedClock, Violation
 from segue.server.instance.registry_link import follow_prefill
 from segue.server.registry.backends import StoreBackend
@@ -29,38 +40,28 @@ from segue.server.registry.waiting import AwakeClock
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from segue.lab.sim.deployment import Deployment
     from segue.lab.sim.scenario import Fault
-
-HOST, PORT = "127.0.3.1", 8998
-#: In the proportion of production's defaults, and short, so that a run sees many of them.
-TTL_S, CONNECT_S = 9.0, 4.5
-#: Within which a watcher knows what is true when nothing stands in the way: somebody's silence is noticed,
-#: a restarted registry has heard of everybody, a query that was lost is given up and asked again.
-SETTLED_S = 1.2 * (TTL_S + 2 * CONNECT_S + 3.0)
-#: The same behind a connection of which nobody says that it is gone.
-SILENT_S = 1.2 * (TTL_S + CONNECT_S)
 
 
 class CheckedStore(RegistryStore):
     """Production's store; what it lets in is what the process in question is, whom it forgets was silent, and
     who leaves takes no other rank along."""
 
-    deployment: Deployment
+    state: SimState
 
-    def __init__(self, deployment: Deployment, node: RegistryNode, **options: Any) -> None:
-        self.deployment = deployment
+    def __init__(self, state: SimState, node: RegistryNode, **options: Any) -> None:
+        self.state = state
         self._node = node
         self._heard_at: dict[tuple[Incarnation, int], float] = {}
         super().__init__(**options)
 
     def register(self, record: InstanceRecord, dp_rank: int) -> Registered:
         """As production."""
-        process = self.deployment.by_leader.get(LeaderId(record.incarnation, dp_rank))
+        process = self.state.by_leader.get(LeaderId(record.incarnation, dp_rank))
         answer = super().register(record, dp_rank)
-        world = self.deployment.world
+        world = self.state.world
         self._heard_at[record.incarnation, dp_rank] = world.now
-        if isinstance(process, LeaderNode):
+        if isinstance(process, NodeView):
             true = process.record()
             if structs.replace(record, draining=False, complete=False) != true:
                 self._wrong(f"took {record} for {process.name}, which is {true}")
@@ -77,7 +78,7 @@ class CheckedStore(RegistryStore):
         for (incarnation, rank), alive in before.items():
             entry = self._entries.get(incarnation)
             if alive and (entry is None or not entry.ranks[rank].alive):
-                silent_s = self.deployment.world.now - self._heard_at[incarnation, rank]
+                silent_s = self.state.world.now - self._heard_at[incarnation, rank]
                 if silent_s < TTL_S - 1e-6:
                     self._wrong(f"forgot {incarnation[:8]} after {silent_s:.3f} s of silence")
 
@@ -94,26 +95,24 @@ class CheckedStore(RegistryStore):
     def heard_of(self, leader: LeaderId) -> bool:
         """Whether it registered within the time to live."""
         heard_at = self._heard_at.get((leader.incarnation, leader.dp_rank))
-        return heard_at is not None and self.deployment.world.now - heard_at < TTL_S - 1e-6
+        return heard_at is not None and self.state.world.now - heard_at < TTL_S - 1e-6
 
     def _wrong(self, text: str) -> None:
-        self.deployment.world.fail(Violation("registry", f"{self._node.name} {text}"))
+        self.state.world.fail(Violation("registry", f"{self._node.name} {text}"))
 
 
 class RegistryNode(Process):
     """The registry in one life."""
 
-    def __init__(self, deployment: Deployment, life: int) -> None:
-        super().__init__(deployment.world, f"registry#{life}" if life else "registry")
-        rng = deployment.world.rng(self.name)
-        self.clock = SkewedClock(deployment.world, 0.0, 1.0)
-        self.loop = SimLoop(self, self.clock, deployment.network, HOST)  # type: ignore[abstract]
+    def __init__(self, state: SimState, life: int) -> None:
+        super().__init__(state.world, f"registry#{life}" if life else "registry")
+        rng = state.world.rng(self.name)
+        self.clock = SkewedClock(state.world, 0.0, 1.0)
+        self.loop = SimLoop(self, self.clock, state.network, HOST)  # type: ignore[abstract]
         self._awake = AwakeClock(self.clock)
-        self.store = CheckedStore(
-            deployment, self, clock=self._awake, ttl_s=TTL_S, random_bytes=rng.randbytes
-        )
+        self.store = CheckedStore(state, self, clock=self._awake, ttl_s=TTL_S, random_bytes=rng.randbytes)
         self.backend = StoreBackend(self.store, self._awake)
-        self.door = RegistryDoor(self.loop, deployment.network.listening(self.loop, PORT), self.backend)
+        self.door = RegistryDoor(self.loop, state.network.listening(self.loop, PORT), self.backend)
         #: it was told to end: nobody is let in any more
         self.closing = False
 
@@ -122,8 +121,14 @@ class Member:
     """What one process does with the registry: one as in `server.instance.instance`, a frontend by its
     fleet."""
 
-    def __init__(self, deployment: Deployment, process: LeaderNode | FrontNode) -> None:
-        self.deployment = deployment
+    def __init__(
+        self,
+        state: SimState,
+        process: LeaderNode | FrontNode,
+        ended: Callable[[Member, str, SegueError], None],
+    ) -> None:
+        self.state = state
+        self.ended = ended
         self.process = process
         self.joined_at: float | None = None
         self.left = False
@@ -133,7 +138,7 @@ class Member:
             SimBackend(process.loop, HOST, PORT, CONNECT_S),
             Limits(connect_s=CONNECT_S, registry_ttl_s=TTL_S),
             self._trouble,
-            SkewedClock(deployment.world, 0.0, 1.0),
+            SkewedClock(state.world, 0.0, 1.0),
         )
         if isinstance(process, FrontNode):
             process.begin(self.client)
@@ -149,8 +154,8 @@ class Member:
         self._tasks.append(self.process.loop.enter(self.process.loop.create_task, work))
 
     def _trouble(self, error: SegueError) -> None:
-        self.deployment.world.note(self.process.name, f"registry: {error}")
-        self.deployment.counts[f"registry: {error.info.code}"] += 1
+        self.state.world.note(self.process.name, f"registry: {error}")
+        self.state.counts[f"registry: {error.info.code}"] += 1
 
     async def _pause(self, seconds: float) -> None:
         wake = asyncio.Event()
@@ -168,10 +173,10 @@ class Member:
                 break
             except SegueError as error:
                 self._trouble(error)
-                await self._pause(self.deployment.timing.retry_s)
+                await self._pause(self.state.timing.retry_s)
         if self.left:
             return  # it has drained before anybody heard of it
-        self.joined_at = self.deployment.world.now
+        self.joined_at = self.state.world.now
         if isinstance(node, KVNode):
             node.manager.open_ranks.registry = self.client
         if node.draining:
@@ -188,7 +193,7 @@ class Member:
             await work(*args)
         except SegueError as error:
             self._trouble(error)
-            self.deployment.registry.ended(self, name, error)
+            self.ended(self, name, error)
             if not node.draining:
                 node.drain()
 
@@ -218,20 +223,18 @@ class Member:
 class SimRegistry:
     """The registry over all its lives, its members, and what must be true of them."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment = deployment
-        self.world = deployment.world
+    def __init__(self, state: SimState) -> None:
+        self.state = state
+        self.world = state.world
         self.node: RegistryNode | None = None
         self.members: dict[Process, Member] = {}
-        #: when something last stood in the way of the registry and any of its clients
-        self.trouble_at = 0.0
         self._lives = 0
 
     def start(self) -> None:
         """A registry that knows nobody."""
         if self.node is not None:
             return
-        self.node = RegistryNode(self.deployment, self._lives)
+        self.node = RegistryNode(self.state, self._lives)
         self._lives += 1
         self._trouble_for(0.0)
         self.world.note("registry", f"starts as {self.node.name}")
@@ -243,7 +246,7 @@ class SimRegistry:
             return
         self.world.note("registry", "is killed")
         node.kill()
-        self.deployment.network.died(node, silently=silently)
+        self.state.network.died(node, silently=silently)
         node.loop.die()
         self._trouble_for(down_s + (SILENT_S if silently else 0.0))
         self.world.after(down_s, None, self.start)
@@ -266,13 +269,17 @@ class SimRegistry:
 
     def join(self, process: LeaderNode | FrontNode) -> None:
         """A process begins to use it."""
-        self.members[process] = Member(self.deployment, process)
+        self.members[process] = Member(self.state, process, self.ended)
+
+    def say_draining(self, node: NodeView) -> None:
+        """SIGTERM of a leader."""
+        self.members[node].say_draining()
 
     # ---- faults -----------------------------------------------------------------------------------
 
     def strike(self, fault: Fault, member: Process | None) -> None:
         """A fault of the registry, or of what lies between it and one of its members."""
-        world, network, node, kind = self.world, self.deployment.network, self.node, fault.kind
+        world, network, node, kind = self.world, self.state.network, self.node, fault.kind
         match kind.removeprefix("registry "):
             case "loss":
                 self.stop(fault.seconds)
@@ -307,10 +314,10 @@ class SimRegistry:
                 raise Violation("scenario", f"no such fault: {fault}")
 
     def _quick_again(self, node: RegistryNode) -> None:
-        self.deployment.network.slow.pop(node, None)
+        self.state.network.slow.pop(node, None)
 
     def _trouble_for(self, seconds: float) -> None:
-        self.trouble_at = max(self.trouble_at, self.world.now + seconds)
+        self.state.registry_trouble_at = max(self.state.registry_trouble_at, self.world.now + seconds)
 
     # ---- what must be true ------------------------------------------------------------------------
 
@@ -324,20 +331,24 @@ class SimRegistry:
 
     def sweep(self) -> None:
         """Once nothing has stood in the way for long enough, every watcher knows what is true."""
-        now, network, registry = self.world.now, self.deployment.network, self.node
-        if registry is None or registry.closing or not self._calm(registry, now, self.trouble_at):
+        now, network, registry = self.world.now, self.state.network, self.node
+        if (
+            registry is None
+            or registry.closing
+            or not self._calm(registry, now, self.state.registry_trouble_at)
+        ):
             return
         # The query of one that has died is there until the registry hears of its end.
         waiting = sum(not socket.other.process.alive for socket in network.live.get(registry, {}))
         for process, member in self.members.items():
             if not process.alive:
                 continue
-            if isinstance(process, LeaderNode) and process.spec.role is not Role.DECODE:
+            if isinstance(process, NodeView) and process.spec.role is not Role.DECODE:
                 continue
             waiting += 1
             if member.left:
                 continue
-            since = max(self.trouble_at, process.began_at, member.joined_at or 0.0)
+            since = max(self.state.registry_trouble_at, process.began_at, member.joined_at or 0.0)
             if not self._calm(process, now, since) or network.cut_off(process, registry):
                 continue
             self._knows(process, member, now)
@@ -352,7 +363,7 @@ class SimRegistry:
         registry = self.node
         assert registry is not None
         for process, other in self.members.items():
-            if not isinstance(process, LeaderNode) or other.left or other.joined_at is None:
+            if not isinstance(process, NodeView) or other.left or other.joined_at is None:
                 continue
             if isinstance(watcher, LeaderNode) and process.spec.role is not Role.PREFILL:
                 continue
@@ -362,7 +373,7 @@ class SimRegistry:
                     self._wrong(watcher, f"still believes in {process.name}, dead since {process.died_at}")
                 continue
             # An instance is listed once all of its leaders are there.
-            leaders = self.deployment.leaders_of(process)
+            leaders = leaders_of(process)
             if len(leaders) < process.spec.dp_size or not all(self._is_there(node, now) for node in leaders):
                 continue
             if record is None:
@@ -375,14 +386,14 @@ class SimRegistry:
             elif not drains and now - process.draining_since > SETTLED_S:
                 self._wrong(watcher, f"does not know that {process.name} drains")
 
-    def _is_there(self, process: LeaderNode, now: float) -> bool:
+    def _is_there(self, process: NodeView, now: float) -> bool:
         """For long enough it has joined, lives and is not cut off."""
         member, registry = self.members[process], self.node
         assert registry is not None
         if not process.alive or member.left or member.joined_at is None:
             return False
-        cut_off = self.deployment.network.cut_off(process, registry)
-        return not cut_off and self._calm(process, now, max(self.trouble_at, member.joined_at))
+        cut_off = self.state.network.cut_off(process, registry)
+        return not cut_off and self._calm(process, now, max(self.state.registry_trouble_at, member.joined_at))
 
     def _wrong(self, watcher: Process, text: str) -> None:
         raise Violation("registry", f"{watcher.name} {text}")

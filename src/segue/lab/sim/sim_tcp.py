@@ -11,19 +11,51 @@ import errno
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from segue.kv.session import connection as session
-from segue.lab.sim.world import Process, Violation
-
-if TYPE_CHECKING:
-    from segue.lab.sim.loop import SimLoop
-    from segue.lab.sim.network import Network
+from segue.lab.sim.timing import Timing
+from segue.lab.sim.world import Process, Violation, World
 
 #: Connections that a kernel keeps for a process that does not accept them.
 BACKLOG = 512
 #: What it keeps for a process that does not read; the rest waits at the sender.
 WINDOW_BYTES = 2**16
+
+
+class ProcessLoop(Protocol):
+    """The loop of a process that has connections."""
+
+    process: Process
+    host: str
+
+    def enter(self, call: Callable[..., Any], *args: Any) -> Any: ...
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> Any: ...
+
+
+class Carrier(Protocol):
+    """The network that a connection runs over, and where listeners are found."""
+
+    world: World
+    timing: Timing
+    opened: int
+    slow: dict[Process, float]
+    translator: str
+
+    def blocked(self, source: Process, target: Process) -> bool: ...
+
+    def carried(self, socket: Socket, data: bytes) -> bytes: ...
+
+    def forget(self, socket: Socket) -> None: ...
+
+    def listen(self, listener: SimListener) -> None: ...
+
+    def unlisten(self, listener: SimListener) -> None: ...
+
+    def listener_at(self, host: str, port: int) -> SimListener | None: ...
+
+    def free_port(self, host: str) -> int: ...
 
 
 class _Options:
@@ -43,7 +75,7 @@ class _Options:
 class Socket(asyncio.Transport):
     """One end of a connection, and asyncio's transport over it."""
 
-    def __init__(self, connection: SimConnection, loop: SimLoop, name: tuple[str, int]) -> None:
+    def __init__(self, connection: SimConnection, loop: ProcessLoop, name: tuple[str, int]) -> None:
         self._options = _Options((loop.host, 0), name)
         super().__init__({"peername": name, "socket": self._options})
         self.connection = connection
@@ -237,7 +269,7 @@ class Socket(asyncio.Transport):
 class SimConnection:
     """Two sockets. `lost[0]` says that what is under way to `ends[1]` is lost, `lost[1]` to `ends[0]`."""
 
-    def __init__(self, network: Network, dialler: SimLoop, listener: SimLoop, port: int) -> None:
+    def __init__(self, network: Carrier, dialler: ProcessLoop, listener: ProcessLoop, port: int) -> None:
         self.network = network
         network.opened += 1
         self.rng = network.world.rng(f"tcp {dialler.process.name} {listener.process.name} {network.opened}")
@@ -275,7 +307,7 @@ class SimConnection:
 class SimListener:
     """A listening socket: what the kernel has accepted, and the process not yet."""
 
-    def __init__(self, network: Network, loop: SimLoop) -> None:
+    def __init__(self, network: Carrier, loop: ProcessLoop) -> None:
         self.network = network
         self.loop = loop
         self.process = loop.process

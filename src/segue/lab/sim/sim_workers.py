@@ -6,17 +6,15 @@ Both ends run in the node's process; what they say takes its time, comes in orde
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from segue.kv.errors import SegueError
 from segue.kv.ranks.local_rank import LocalRank
 from segue.kv.ranks.rank_link import RankLink
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
-from segue.lab.sim.faults import Injected
-
-if TYPE_CHECKING:
-    from segue.lab.sim.sim_node import KVNode
+from segue.lab.sim.node_views import KVView
+from segue.lab.sim.world import Injected
 
 
 class PipeEnd:
@@ -24,7 +22,7 @@ class PipeEnd:
 
     other: PipeEnd
 
-    def __init__(self, node: KVNode, rng: random.Random) -> None:
+    def __init__(self, node: KVView, rng: random.Random) -> None:
         self._node = node
         self._rng = rng
         self._protocol: Any = None
@@ -90,7 +88,7 @@ class PipeEnd:
 class SimWorkerRank(WorkerRank):
     """Production's, with the worker at the other end."""
 
-    def __init__(self, node: KVNode, index: int, rank: LocalRank) -> None:
+    def __init__(self, node: KVView, index: int, rank: LocalRank) -> None:
         rng = node.world.rng(f"worker {index} of {node.name}")
         self.ours, self.theirs = PipeEnd(node, rng), PipeEnd(node, rng)
         self.ours.other, self.theirs.other = self.theirs, self.ours
@@ -107,7 +105,7 @@ class SimWorkerRank(WorkerRank):
 
         def broken(*_args: Any) -> None:
             setattr(self._rank, name, normal)
-            self._node.deployment.counts[f"exception in a worker: {name}"] += 1
+            self._node.state.counts[f"exception in a worker: {name}"] += 1
             self._node.struck_at = self._node.world.now
             raise Injected(f"injected into {name} of a worker")
 

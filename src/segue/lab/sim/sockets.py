@@ -13,23 +13,52 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from segue.lab.sim.flow import AGAIN_S, Flow
+from segue.lab.sim.sim_ioloop import Descriptor, SimPoller
 from segue.lab.sim.sim_threads import SimThread
 from segue.lab.sim.world import Process, Violation
 
-if TYPE_CHECKING:
-    from segue.lab.sim.streams import SimNet
-
 LINGER = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+
+
+class Streams:
+    """Who listens where, in one deployment."""
+
+    def __init__(self, latency_s: float) -> None:
+        self.latency_s = latency_s
+        self.listeners: dict[tuple[str, int], SimSocket] = {}
+        #: unix sockets that listen, and the descriptors of each process
+        self.names: dict[bytes, Any] = {}
+        self.nets: list[Any] = []
+        self.ports = 40000
+        self.opened = 0
+
+
+class SocketNet(Protocol):
+    """The descriptors of one process."""
+
+    process: Process
+    #: where other processes see it
+    host: str
+    streams: Streams
+    poller: SimPoller
+
+    def open(self, thing: Descriptor) -> int: ...
+
+    def closed(self, fd: int) -> None: ...
+
+    def need_descriptor(self) -> None: ...
+
+    def offset_of(self, address: int, nbytes: int) -> int | None: ...
 
 
 class SimSocket:
     """One descriptor of a process: a listener, or one end of a stream. It has the methods of
     `socket.socket` that `tcp` calls, and no others."""
 
-    def __init__(self, net: SimNet) -> None:
+    def __init__(self, net: SocketNet) -> None:
         self.net = net
         self.process: Process = net.process
         self.closed = False
@@ -44,6 +73,11 @@ class SimSocket:
         self._timeout_s: float | None = None
         self._blocks = True
         self._waiter: SimThread | None = None
+
+    @property
+    def host(self) -> str:
+        """Where its process is seen."""
+        return self.net.host
 
     # ---- what production calls -------------------------------------------------------------------
 
@@ -75,7 +109,7 @@ class SimSocket:
         sock = self.backlog.popleft()
         sock._fd = self.net.open(sock)
         assert sock.inward is not None
-        return sock, (sock.inward.sender.net.node.host, 1)
+        return sock, (sock.inward.sender.host, 1)
 
     def recv(self, nbytes: int) -> bytes:
         flow = self._readable()
@@ -133,14 +167,14 @@ class SimSocket:
             return -1
 
     def _send_rows(self, iov: list[tuple[int, int]]) -> int:
-        flow, node = self._writable(), self.net.node
+        flow = self._writable()
         left = count = min(flow.room, sum(length for _, length in iov))
         pieces: list[bytes] = []
         read: list[tuple[int, int]] = []
         for address, length in iov:
             size = min(length, left)
             pieces.append(ctypes.string_at(address, size))
-            if (offset := node.offset_of(address, size)) is not None:
+            if (offset := self.net.offset_of(address, size)) is not None:
                 read.append((offset, size))
             left -= size
             if not left:
@@ -155,7 +189,7 @@ class SimSocket:
         return count
 
     def _receive_rows(self, iov: list[tuple[int, int]]) -> int:
-        flow, node = self._readable(), self.net.node
+        flow = self._readable()
         most = sum(length for _, length in iov)
         at, data = flow.read, flow.take(most)
         if not data:
@@ -164,9 +198,9 @@ class SimSocket:
         done = 0
         for address, length in iov:
             size = min(length, len(data) - done)
-            offset = node.offset_of(address, size)
+            offset = self.net.offset_of(address, size)
             if offset is None:
-                raise Violation("4", f"{node.name} lets a write land outside its pool")
+                raise Violation("4", f"{self.process.name} lets a write land outside its pool")
             landed.append((offset, data[done : done + size]))
             done += size
             if done == len(data):

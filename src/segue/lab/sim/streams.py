@@ -9,43 +9,28 @@ import errno
 import random
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from segue.kv.transport.net.stream import PlainChannel
 from segue.kv.transport.tcp.tcp_net import Net
 from segue.kv.transport.tcp.tcp_wire import Vectors
 from segue.lab.sim.flow import AGAIN_S, Flow
+from segue.lab.sim.node_views import KVView
 from segue.lab.sim.sim_ioloop import Descriptor, SimIoLoop, SimPoller
 from segue.lab.sim.sim_threads import SimThread
 from segue.lab.sim.sockets import SimSocket
 from segue.lab.sim.world import Process
 
-if TYPE_CHECKING:
-    from segue.lab.sim.sim_node import KVNode
-    from segue.lab.sim.unix import UnixSocket
-
-
-class Streams:
-    """Who listens where, in one deployment."""
-
-    def __init__(self, latency_s: float) -> None:
-        self.latency_s = latency_s
-        self.listeners: dict[tuple[str, int], SimSocket] = {}
-        #: unix sockets that listen, and the descriptors of each process
-        self.names: dict[bytes, UnixSocket] = {}
-        self.nets: list[SimNet] = []
-        self.ports = 40000
-        self.opened = 0
-
 
 class SimNet(Net):
     """What production's `tcp` of one node runs on."""
 
-    def __init__(self, node: KVNode, rank: int) -> None:
+    def __init__(self, node: KVView, rank: int) -> None:
         self.node = node
         self.rank = rank
         self.process: Process = node
-        self.streams = node.deployment.streams
+        self.host = node.host
+        self.streams = node.state.streams
         self._fds: dict[int, Descriptor] = {}
         self.streams.nets.append(self)
         self.poller = SimPoller(self._fds, node.world.rng(f"epoll {node.name}"))
@@ -80,6 +65,10 @@ class SimNet(Net):
         """It is free again."""
         del self._fds[fd]
         self.poller.closed(fd)
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Where in the process's pool an address is."""
+        return self.node.offset_of(address, nbytes)
 
     def need_descriptor(self) -> None:
         """Raises OSError while none is free."""
@@ -120,7 +109,7 @@ class SimNet(Net):
         return sock
 
     def connect(self, address: tuple[str, int], timeout_s: float) -> Any:
-        thread, world, network = SimThread.current, self.node.world, self.node.deployment.network
+        thread, world, network = SimThread.current, self.node.world, self.node.state.network
         assert thread is not None, "a connect waits, so it needs a thread"
         self.need_descriptor()
         ends_at = world.now + timeout_s
@@ -130,7 +119,8 @@ class SimNet(Net):
             if listener is None or not listener.process.alive:
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
             us, them = self.process, listener.process
-            deaf = world.now < listener.net.deaf_until
+            peer: Any = listener.net
+            deaf = world.now < peer.deaf_until
             if not (deaf or network.blocked(us, them) or network.blocked(them, us)):
                 break
             if world.now >= ends_at:
@@ -145,7 +135,8 @@ class SimNet(Net):
     def _joined(self, listener: SimSocket) -> SimSocket:
         ours, theirs = SimSocket(self), SimSocket(listener.net)
         listener.net.closed(theirs._fd)  # it has a number once it is accepted
-        path: Any = self.node.data_path(self.rank, listener.net.node, listener.net.rank, "tcp")
+        peer: Any = listener.net
+        path: Any = self.node.data_path(self.rank, peer.node, peer.rank, "tcp")
         self.streams.opened += 1
         rng = self.node.world.rng(f"stream {self.streams.opened}")
         there = Flow(ours, theirs, path, rng, forward=True)

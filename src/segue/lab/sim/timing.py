@@ -21,3 +21,8 @@ class Timing:
     token_s: float = 0.00005
     link_bytes_s: float = 2e6
     slice_s: float = 0.0005
+
+    @property
+    def bound_s(self) -> float:
+        """Within which one side learns of the other's end (16) or gets its memory back (18)."""
+        return self.silence_s + self.keepalive_s + 3 * self.break_seen_s + self.connect_s + 2

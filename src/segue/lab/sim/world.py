@@ -24,6 +24,10 @@ class Violation(AssertionError):
         self.rooms = rooms
 
 
+class Injected(Exception):
+    """An exception that the simulator put into production's code."""
+
+
 def new_leader(rng: random.Random) -> LeaderId:
     """A leader (or a frontend) in an incarnation of its own."""
     return LeaderId(Incarnation(f"{rng.getrandbits(128):032x}"))

@@ -1,0 +1,96 @@
+"""What the parts of one simulated deployment share. It starts nothing and checks nothing."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from segue.kv.ids import LeaderId, TransferId
+from segue.kv.limits import Limits
+from segue.lab.sim.clients import Asked
+from segue.lab.sim.network import Network
+from segue.lab.sim.node_spec import EOS, NodeSpec
+from segue.lab.sim.scenario import Scenario
+from segue.lab.sim.sim_addresses import Addresses
+from segue.lab.sim.sockets import Streams
+from segue.lab.sim.timing import Timing
+from segue.lab.sim.world import Process, World, new_leader
+
+BUDGET_S = 20.0
+
+
+class SimState:
+    """The scenario, virtual time, the network, the processes, and records of what happened."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed)
+        self.timing: Timing = scenario.timing
+        self.network = Network(self.world, scenario.timing)
+        self.streams = Streams(scenario.timing.latency_s)
+        self.transports = scenario.transports
+        #: behind each pool; pairs measure where they may choose
+        self.scratch_bytes = 192 if len(self.transports) > 1 else 0
+        self.eos = EOS if "endings" in scenario.features else frozenset[int]()
+        self.secret = b"a secret of the simulator" if scenario.signed else None
+        #: nothing in this scenario makes a request fail
+        self.calm = not scenario.features - {"client abort", "bad request", "skew", "leg delay"}
+
+        #: each process that ever was, and the present life of each leader and frontend by its name
+        self.by_leader: dict[LeaderId, Process] = {}
+        self.nodes: dict[str, Process] = {}
+        self.fronts: dict[str, Process] = {}
+        #: what each leader of an instance is in its next life, and where
+        self.specs = {spec.name: spec for spec in scenario.nodes}
+        self.addresses = Addresses(scenario.nodes, self.world.rng("places"))
+        self.instance_lives: Counter[str] = Counter()
+
+        self.counts: Counter[str] = Counter()
+        #: faults that took place, by kind
+        self.struck: Counter[str] = Counter()
+        self.asked: dict[str, Asked] = {}
+        self.rooms: dict[int, Asked] = {}
+        #: when the last partition or the last fault ended
+        self.healed_at = 0.0
+        #: when something last stood in the way of the registry and any of its clients
+        self.registry_trouble_at = 0.0
+        #: hand-offs of which a byte that matters is wrong
+        self.flipped: set[TransferId] = set()
+        #: room whose metadata was spoiled on its way → what is wrong with it
+        self.spoiled: dict[int, str] = {}
+        #: hand-offs of which a handler has raised: on a proof, only the end of the process frees their pages
+        self.buggy: set[TransferId] = set()
+        #: rooms of which a half was told something wrong by its peer
+        self.misheard: set[int] = set()
+
+    def limits(self, spec: NodeSpec) -> Limits:
+        """The bounds of one instance."""
+        return Limits(
+            request_budget_s=BUDGET_S,
+            max_transfers=4096,
+            max_early_destinations=self.scenario.max_early,
+            max_queue=self.scenario.max_queue,
+            max_session_backlog_bytes=self.scenario.backlog_bytes,
+            max_batch=spec.max_batch,
+            keepalive_s=self.timing.keepalive_s,
+            peer_silence_s=self.timing.silence_s,
+            drain_s=5.0,
+        )
+
+    @property
+    def front_limits(self) -> Limits:
+        """The bounds of a frontend's sessions."""
+        return Limits(
+            connect_s=self.timing.connect_s,
+            keepalive_s=self.timing.keepalive_s,
+            peer_silence_s=self.timing.silence_s,
+            max_session_backlog_bytes=self.scenario.backlog_bytes,
+        )
+
+    def identity(self, spec: NodeSpec, rng: random.Random) -> LeaderId:
+        """Who a leader is in this life of its instance: of the same incarnation as its other leaders."""
+        if spec.dp_size == 1:
+            return new_leader(rng)
+        instance = spec.instance
+        rng = self.world.rng(f"incarnation {self.instance_lives[instance]} of {instance}")
+        return LeaderId(new_leader(rng).incarnation, spec.dp_rank)
