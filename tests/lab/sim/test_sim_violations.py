@@ -38,8 +38,7 @@ from segue.lab.sim.world import Violation
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item
 from segue.server.messages.control import Cancel
 from segue.server.schedulers.decode import DecodeScheduler
-from segue.server.schedulers.handoffs import RoleTransfer
-from segue.server.schedulers.request_state import RequestState
+from segue.server.schedulers.request_state import RequestState, RoleTransfer
 
 CALM = next(seed for seed in range(500) if not make_scenario(seed).features)
 

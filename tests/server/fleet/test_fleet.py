@@ -27,7 +27,7 @@ from segue.kv.errors import (
 from segue.kv.ids import Role
 from segue.server.balance.attempts import Next
 from segue.server.fleet import router
-from segue.server.frontend.ready import keep_proving
+from segue.server.frontend.frontend_process import keep_proving
 from segue.server.messages.control import Load
 
 

@@ -21,11 +21,10 @@ from segue.kv.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.server.frontend.frontend_process import model_bounds
+from segue.server.frontend.frontend_process import keep_proving, model_bounds
 from segue.server.frontend.generate import Meter, Piece, Sample, generate
 from segue.server.frontend.http_call import HttpCall
 from segue.server.frontend.params import Text
-from segue.server.frontend.ready import keep_proving
 from segue.server.frontend.request_memory import MemoryBudget, RequestMemory
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.frontend.trace_context import TraceContext
@@ -362,7 +361,7 @@ def test_a_canary_that_fails_is_sent_again_after_a_pause_and_is_another_request(
         if len(pauses) == 4:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr("segue.server.frontend.ready.asyncio.sleep", sleep)
+    monkeypatch.setattr("segue.server.frontend.frontend_process.asyncio.sleep", sleep)
     backend = Failing(tokenizer, proven=False)
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(keep_proving(backend, [5, 6]))

@@ -42,7 +42,7 @@ from segue.kv.limits import Limits
 from segue.server.http.guarded_http import ErrorBody
 from segue.server.registry.backends import HttpBackend, RegistryBackend, StoreBackend
 from segue.server.registry.client import LocalRegistry, Registry, RegistryClient, _InstanceView
-from segue.server.registry.message_digest import DIGEST_HEADER, digest_of
+from segue.server.registry.message_headers import DIGEST_HEADER, digest_of
 from segue.server.registry.registry_records import (
     DrainFlag,
     InstanceList,

@@ -27,8 +27,8 @@ from segue.kv.ids import Role
 from segue.kv.limits import Limits
 from segue.kv.session.tls import Tls
 from segue.server.http.guarded_http import MAX_HEAD_BYTES, ErrorBody
-from segue.server.registry.auth import bearer_token
 from segue.server.registry.client import RegistryClient
+from segue.server.registry.message_headers import bearer_token
 from segue.server.registry.registry_server import RegistryServer, serve
 from tls_files import Authority
 

@@ -33,9 +33,8 @@ from segue.kv.ids import LeaderId, Role
 from segue.kv.limits import Limits
 from segue.server.http.guarded_http import ErrorBody
 from segue.server.registry import backends
-from segue.server.registry.auth import bearer_token
 from segue.server.registry.backends import HttpBackend
-from segue.server.registry.message_digest import DIGEST_HEADER, digest_of
+from segue.server.registry.message_headers import DIGEST_HEADER, bearer_token, digest_of
 from segue.server.registry.registry_records import InstanceList, RoomRecord
 from segue.server.registry.registry_server import MAX_BODY_BYTES, MAX_WAIT_S, registry_app, serve
 from segue.server.registry.registry_store import RegistryStore

@@ -11,7 +11,7 @@ from segue import __version__
 from segue.cli.doctor.host_checks import Check
 from segue.kv import KINDS, Limits, Role, SegueError, model_difference
 from segue.kv.session import Tls
-from segue.server.registry.registry_kinds import open_backend
+from segue.server.registry.client import open_backend
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 MAX_PAIRS = 256

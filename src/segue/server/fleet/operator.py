@@ -40,7 +40,7 @@ from segue.server.messages.operate import (
     Switch,
 )
 from segue.server.registry.backends import RegistryBackend
-from segue.server.registry.registry_kinds import open_backend
+from segue.server.registry.client import open_backend
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 #: What a leader gets to open a session and to answer; it answers between two forwards.

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from segue.kv import ConfigError
-from segue.kv.session import awaited, background, is_loopback
+from segue.engine.request import Request, SamplingParams
+from segue.kv import ConfigError, ErrorCode, ErrorInfo, SegueError
+from segue.kv.session import Backoff, awaited, background, is_loopback
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.backend import Backend
 from segue.server.frontend.frontend_listener import FrontendListener
 from segue.server.frontend.keys import ApiKeys
-from segue.server.frontend.ready import keep_proving
 from segue.server.frontend.sampling_defaults import OPENAI, of_model
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.frontend.trace_context import TraceContext, passed_on
@@ -116,6 +117,33 @@ async def _announce(backend: Backend, url: str, on_ready: Callable[[str], None] 
     log.info("ready %s", url)
     if on_ready is not None:
         on_ready(url)
+
+
+async def keep_proving(backend: Backend, prompt: list[int], *, budget_s: float = 30.0) -> None:
+    """Run a canary whenever somebody could serve and nothing has proven it; never returns.
+
+    Two tokens: the second is made by decode from the KV that was handed over.
+    """
+    backoff = Backoff(0.2)
+    for number in itertools.count():
+        while not backend.can_serve or backend.proven:
+            backoff.reset()
+            await backend.changed()
+        try:
+            await _canary(backend, f"canary-{number}", prompt, budget_s)
+        except SegueError as error:
+            log.warning("the canary failed: %s", error)
+            await asyncio.sleep(backoff.next_s())
+
+
+async def _canary(backend: Backend, request_id: str, prompt: list[int], budget_s: float) -> None:
+    params = SamplingParams(max_tokens=2, min_tokens=2, temperature=0.0, ignore_eos=True)
+    request = Request(request_id=request_id, prompt=prompt, sampling=params)
+    try:
+        await backend.submit(request, budget_s=budget_s).deliver(lambda _: None)
+    finally:
+        # Ignored after a proper end.
+        backend.cancel(request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="the canary ended"))
 
 
 async def _drain(backend: Backend, api: OpenAIServer, drain_s: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from segue.kv import BootstrapUnreachable, Limits, SegueError
 from segue.kv.session import Backoff, Tls
-from segue.server.registry.registry_kinds import open_backend
+from segue.server.registry.client import open_backend
 
 #: How often somebody who waits is told that it still does.
 SAY_EVERY_S = 15.0

@@ -31,8 +31,7 @@ from segue.kv import (
 )
 from segue.kv.session import Tls, explain_tls, not_tls
 from segue.server.http.guarded_http import ErrorBody
-from segue.server.registry.auth import bearer_token
-from segue.server.registry.message_digest import DIGEST_HEADER, digest_of
+from segue.server.registry.message_headers import DIGEST_HEADER, bearer_token, digest_of
 from segue.server.registry.registry_records import (
     DrainFlag,
     InstanceList,

@@ -29,8 +29,9 @@ from segue.kv import (
     SegueError,
 )
 from segue.kv.session import Backoff, Tls, awaited
-from segue.server.registry.backends import RegistryBackend, StoreBackend
-from segue.server.registry.registry_kinds import open_backend
+from segue.server.registry.address_backend import AddressBackend
+from segue.server.registry.backends import HttpBackend, RegistryBackend, StoreBackend
+from segue.server.registry.etcd_backend import EtcdBackend
 from segue.server.registry.registry_records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
 from segue.server.registry.registry_server import MAX_WAIT_S
 from segue.server.registry.registry_store import RegistryStore
@@ -44,6 +45,23 @@ ErrorReport = Callable[[SegueError], None]
 _OVER = (PeerRestarted, Draining, DpRankConflict, DpRankOutOfRange, InvalidRequest)
 
 _LONGEST_PAUSE_S = 2.0
+
+
+def open_backend(
+    url: str,
+    secret: bytes | None,
+    limits: Limits,
+    tls: Tls | None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> RegistryBackend:
+    """How the registry at `url` is asked. Raises ConfigError. `transport` takes the place of sockets in a
+    test."""
+    scheme = url.partition(":")[0]
+    if scheme == "etcd":
+        return EtcdBackend(url, secret, limits, tls)
+    if scheme in ("dns", "static"):
+        return AddressBackend(url, secret, limits, tls)
+    return HttpBackend(url, secret, limits, tls, transport)
 
 
 class InstanceWatch(Protocol):

@@ -44,8 +44,7 @@ from segue.kv import (
 )
 from segue.kv.session import Tls, awaited, is_loopback, listening, url_of
 from segue.server.http.guarded_http import LET_IN, ErrorBody, Guard, GuardedServer
-from segue.server.registry.auth import authorized
-from segue.server.registry.message_digest import DIGEST_HEADER, digest_of
+from segue.server.registry.message_headers import DIGEST_HEADER, authorized, digest_of
 from segue.server.registry.registry_records import DrainFlag, InstanceRecord, RoomRecord
 from segue.server.registry.registry_store import RegistryStore
 from segue.server.registry.waiting import AwakeClock, StoreWaiter, SystemClock

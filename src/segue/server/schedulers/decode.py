@@ -34,9 +34,14 @@ from segue.server.messages.control import Load
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.credits import Credits
 from segue.server.schedulers.fair_queue import PASSED_STEPS, FairQueue
-from segue.server.schedulers.handoffs import Handoffs, RoleTransfer, check_free
 from segue.server.schedulers.local_prompts import LocalPrompts
-from segue.server.schedulers.request_state import RequestState, first_usage
+from segue.server.schedulers.request_state import (
+    Handoffs,
+    RequestState,
+    RoleTransfer,
+    check_free,
+    first_usage,
+)
 from segue.server.schedulers.unified import UnifiedScheduler
 
 

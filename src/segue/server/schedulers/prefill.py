@@ -35,9 +35,14 @@ from segue.kv import (
     dp_rank_conflict,
 )
 from segue.server.schedulers.admission import SchedulerConfig
-from segue.server.schedulers.handoffs import Handoffs, RoleTransfer, check_free
 from segue.server.schedulers.prefill_queue import PrefillQueue
-from segue.server.schedulers.request_state import RequestState, first_usage
+from segue.server.schedulers.request_state import (
+    Handoffs,
+    RequestState,
+    RoleTransfer,
+    check_free,
+    first_usage,
+)
 from segue.server.schedulers.retained_prompts import RetainedPrompts
 from segue.server.schedulers.scheduler import Scheduler
 

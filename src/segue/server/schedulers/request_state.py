@@ -1,15 +1,27 @@
-"""One request on one instance: what it is, what it holds, and how far it is."""
+"""One request on one instance: what it is, what it holds, how far it is, and its hand-off."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from segue.engine.request import Output, Request, SamplingParams, Usage
-from segue.kv import ErrorInfo, FinishReason, Incarnation, Metadata, Ticket, TokenLogprob, TransferId
+from segue.kv import (
+    ErrorInfo,
+    FinishReason,
+    Incarnation,
+    InvalidRequest,
+    KVReceiver,
+    KVSender,
+    Metadata,
+    Ticket,
+    TokenLogprob,
+    TransferId,
+)
 from segue.server.messages.records import Path, RequestRecord
 
 RequestKey = tuple[Incarnation, str]
@@ -166,3 +178,32 @@ def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int) -> 
         prefill_cached=cached,
         computed=prompt_tokens - shared - cached,
     )
+
+
+class Handoffs(Protocol):
+    """Makes handles: the `KVManager` in production."""
+
+    def sender(self, transfer: TransferId) -> KVSender: ...
+    def receiver(self, transfer: TransferId) -> KVReceiver: ...
+
+
+HandleT = TypeVar("HandleT", KVSender, KVReceiver)
+
+
+@dataclass(slots=True)
+class RoleTransfer(Generic[HandleT]):
+    """A hand-off and its request. The request may have ended; the entry lives until `Release`."""
+
+    state: RequestState
+    handle: HandleT
+    quarantined: bool = False
+
+
+def check_free(table: Mapping[TransferId, RoleTransfer[HandleT]], state: RequestState) -> None:
+    """Raises InvalidRequest if another request has this very room, attempt and pair."""
+    if state.transfer in table:
+        raise InvalidRequest(
+            f"room {state.ticket.room}, attempt {state.ticket.attempt} is in use; "
+            "each request needs a room of its own",
+            room=state.ticket.room,
+        )
