@@ -156,7 +156,7 @@ def test_a_childs_command_line_builds_its_configuration_again() -> None:
     registry = "http://127.0.0.1:7"
     instance = InstanceConfig(model="/m", role=Role.DECODE, registry=registry, name="decode-0")
     for role, config in ((Role.DECODE, instance), (Role.FRONTEND, FrontendConfig(registry=registry))):
-        words = processes._command(role, config)
+        words = processes.child_command(role, config)
         assert words[:3] == [sys.executable, "-m", "segue.cli.main"]
         args = parser()[0].parse_args([*words[3:], "--lifeline-fd=3", "--report-fd=4"])
         fixed = {"role": role} if role is Role.DECODE else {}
@@ -198,7 +198,7 @@ def test_a_clients_key_is_never_shown_nor_put_on_a_command_line(
         (AccessConfig(api_key_file="a b"), "$(grep -m1 '^[^#]' 'a b')"),
     ):
         console = Console()
-        processes._announce(console, "http://127.0.0.1:7", "m", access, "segue ps")
+        processes.announce_ready(console, "http://127.0.0.1:7", "m", access, "segue ps")
         console.close()
         said = capsys.readouterr()
         assert "hunter2" not in said.err + said.out
@@ -231,7 +231,7 @@ def test_a_supervised_failure_that_is_not_a_setting_is_status_1() -> None:
     def run() -> int:
         raise PeerRefused("the registry says no")
 
-    assert processes._child(Lifeline(None, write), run) == 1
+    assert processes.run_child(Lifeline(None, write), run) == 1
     report = decode_report(os.read(read, 65536))
     os.close(read)
     assert isinstance(report, CannotStart)
@@ -245,7 +245,7 @@ def test_a_bug_is_reported_by_its_name_and_not_hidden_and_a_person_gets_the_erro
         raise KeyError("a bug")
 
     with pytest.raises(KeyError):
-        processes._child(Lifeline(None, write), bug)
+        processes.run_child(Lifeline(None, write), bug)
     report = decode_report(os.read(read, 65536))
     assert isinstance(report, CannotStart)
     assert (report.status, report.error.code, "KeyError" in report.error.text) == (1, "INTERNAL", True)
@@ -254,8 +254,8 @@ def test_a_bug_is_reported_by_its_name_and_not_hidden_and_a_person_gets_the_erro
         raise ConfigError("no")
 
     with pytest.raises(ConfigError):
-        processes._child(Lifeline(), refused)
-    assert processes._child(Lifeline(None, write), lambda: 7) == 7
+        processes.run_child(Lifeline(), refused)
+    assert processes.run_child(Lifeline(None, write), lambda: 7) == 7
     os.close(write)
     assert os.read(read, 1) == b"", "a process that has done its work reports nothing more"
     os.close(read)
@@ -282,7 +282,7 @@ def test_a_child_without_memory_says_what_to_change(error: Exception, code: str,
         raise error
 
     with pytest.raises(type(error)):
-        processes._child(Lifeline(None, write), load)
+        processes.run_child(Lifeline(None, write), load)
     report = decode_report(os.read(read, 65536))
     assert isinstance(report, CannotStart)
     assert (report.status, report.error.code) == (1, code)
@@ -294,11 +294,11 @@ def test_a_child_without_memory_says_what_to_change(error: Exception, code: str,
 
 def test_who_is_ready_tells_the_supervisor_or_the_person(capsys: pytest.CaptureFixture[str]) -> None:
     read, write = os.pipe()
-    processes._ready(Lifeline(None, write), "decode-0", "10.0.0.1:9", Role.DECODE)
+    processes.report_ready(Lifeline(None, write), "decode-0", "10.0.0.1:9", Role.DECODE)
     assert decode_report(os.read(read, 65536)) == Ready("10.0.0.1:9", Role.DECODE)
     assert capsys.readouterr().out == ""
-    processes._ready(Lifeline(), "decode-0", "10.0.0.1:9", Role.DECODE)
-    processes._ready(Lifeline(), "decode-0", "")
+    processes.report_ready(Lifeline(), "decode-0", "10.0.0.1:9", Role.DECODE)
+    processes.report_ready(Lifeline(), "decode-0", "")
     assert capsys.readouterr().out == "ready 10.0.0.1:9\nready decode-0\n"
     for fd in (read, write):
         os.close(fd)
@@ -309,13 +309,13 @@ def test_the_command_that_shows_a_fleet_has_its_registry_secret_and_certificates
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/opt/my tools/segue", "serve"])
     tls = TlsConfig(tls_cert="a b.pem", tls_key="k.pem", tls_ca="ca.pem")
-    assert processes._looking("http://127.0.0.1:9", "/proc/5/fd/7", tls) == (
+    assert processes.look_command("http://127.0.0.1:9", "/proc/5/fd/7", tls) == (
         "'/opt/my tools/segue' ps --registry http://127.0.0.1:9 --secret-file /proc/5/fd/7 "
         "--tls-cert 'a b.pem' --tls-key k.pem --tls-ca ca.pem"
     )
     monkeypatch.setattr(sys, "argv", ["/x/segue/cli/main.py", "serve"])
     monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
-    looking = processes._looking("http://127.0.0.1:9", "/s", TlsConfig())
+    looking = processes.look_command("http://127.0.0.1:9", "/s", TlsConfig())
     assert looking == "/usr/bin/python3 -m segue.cli.main ps --registry http://127.0.0.1:9 --secret-file /s"
 
 
@@ -335,7 +335,7 @@ def test_the_first_signal_asks_a_frontend_to_drain_and_the_second_ends_it(
     own_handlers: dict[signal.Signals, Any],
 ) -> None:
     async def main() -> None:
-        async with frontend._signals(supervised=False) as stop:
+        async with frontend.drain_signals(supervised=False) as stop:
             signal.raise_signal(signal.SIGTERM)
             await stop.wait()
             signal.raise_signal(signal.SIGINT)
@@ -352,7 +352,7 @@ def test_a_frontend_under_a_supervisor_goes_on_draining_at_a_second_signal(
     """A service manager signals each process, and the supervisor its children once more."""
 
     async def main() -> None:
-        async with frontend._signals(supervised=True) as stop:
+        async with frontend.drain_signals(supervised=True) as stop:
             signal.raise_signal(signal.SIGTERM)
             await stop.wait()
             signal.raise_signal(signal.SIGTERM)
@@ -384,8 +384,8 @@ def test_a_frontend_waits_for_the_first_instance_or_until_it_is_asked_to_leave()
 
     async def main() -> None:
         stop = asyncio.Event()
-        assert await frontend._first_record(Registry(), stop) == "first"  # type: ignore[arg-type, comparison-overlap]
-        waiting = asyncio.ensure_future(frontend._first_record(Silent(), stop))  # type: ignore[arg-type]
+        assert await frontend.first_record(Registry(), stop) == "first"  # type: ignore[arg-type, comparison-overlap]
+        waiting = asyncio.ensure_future(frontend.first_record(Silent(), stop))  # type: ignore[arg-type]
         for _ in range(3):
             await asyncio.sleep(0)
         assert not waiting.done()

@@ -218,7 +218,7 @@ def test_a_frontend_that_is_ended_before_there_is_an_instance_starts_nothing(
     async def nothing(_registry: object, _stop: object) -> None:
         return None
 
-    monkeypatch.setattr(frontend, "_first_record", nothing)
+    monkeypatch.setattr(frontend, "first_record", nothing)
     asyncio.run(frontend.run(front(), lambda _url: None, processes.Lifeline()))
     assert "fleet" not in noted.given
     assert noted.order[-1] == "registry closed"
@@ -243,7 +243,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Noted:
         "resolve": noted.double("resolve", Path("/models/here")),
         "model_size": noted.double("model_size", SIZE),
         "this_host": lambda: HOST,
-        "_log_folder": lambda _cache: None,
+        "log_folder": lambda _cache: None,
     }.items():
         monkeypatch.setattr(processes, name, double)
     return noted
@@ -288,7 +288,7 @@ def test_every_setting_of_a_deployment_reaches_its_supervisor(
     assert (named["host"], named["size"], tuple(named["keys"])) == (HOST, SIZE, keys)
     assert given.limit == LIMITS
     # What the supervisor calls: its registry and what it tells a person.
-    monkeypatch.setattr(processes, "_registry", started.double("registry"))
+    monkeypatch.setattr(processes, "run_registry", started.double("registry"))
     named["registry"](SECRET)
     assert started.given["registry"][0] == (82, SECRET, LIMITS.limits(), TLS)
     named["announce"]("http://here", "http://registry", "/tmp/secret")
@@ -337,12 +337,12 @@ def test_a_signal_before_anything_was_started_is_one_sentence_and_status_1(
 def test_a_deployment_keeps_no_log_files_where_none_can_be_written_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = processes._log_folder(str(tmp_path))
+    folder = processes.log_folder(str(tmp_path))
     assert folder is not None
     assert folder.path.parent == tmp_path / "logs"
     folder.close(keep=False)
     (tmp_path / "file").write_text("")
-    assert processes._log_folder(str(tmp_path / "file")) is None
+    assert processes.log_folder(str(tmp_path / "file")) is None
     assert "no log files are kept: " in capsys.readouterr().err
 
 
@@ -364,7 +364,7 @@ def test_the_registry_of_a_deployment_is_on_loopback_with_its_secret_and_ends_wi
         return Server()
 
     async def main() -> None:
-        async with processes._registry(82, SECRET, LIMITS.limits(), TLS) as url:  # type: ignore[arg-type]
+        async with processes.run_registry(82, SECRET, LIMITS.limits(), TLS) as url:  # type: ignore[arg-type]
             assert url == "http://there"
             assert noted.order == []
             raise KeyError("a bug")
@@ -451,7 +451,7 @@ def test_every_setting_of_an_instance_reaches_what_runs_it(
 
     monkeypatch.setattr(registry, "registry_of", registry_of)
     monkeypatch.setattr(turns, "run_instance", run_instance)
-    monkeypatch.setattr(processes, "_serve_ranks", serve_ranks)
+    monkeypatch.setattr(processes, "serve_ranks", serve_ranks)
     args = argparse.Namespace(command="decode", lifeline_fd=None, report_fd=None)
     assert processes.instance(args) == 3
     assert started.given["watch"][0] == (7.0 + MARGIN_S,), "no instance outlives its supervisor"
@@ -566,7 +566,7 @@ def test_the_ranks_of_an_instance_are_told_of_once_and_their_end_is_its_own(
 ) -> None:
     class Ranks:
         def __init__(self, config: InstanceConfig, command: Any, announce: Any, *, console: Console) -> None:
-            assert command is processes._command
+            assert command is processes.child_command
             self.announce = announce
 
         async def run(self) -> Any:
@@ -575,7 +575,7 @@ def test_the_ranks_of_an_instance_are_told_of_once_and_their_end_is_its_own(
 
     monkeypatch.setattr(processes, "RankProcesses", Ranks)
     ends = Lifeline(True, started)
-    assert processes._serve_ranks(InstanceConfig(model="m", dp=2), ends) == status  # type: ignore[arg-type]
+    assert processes.serve_ranks(InstanceConfig(model="m", dp=2), ends) == status  # type: ignore[arg-type]
     assert [report.url for report in ends.reports] == ["tcp://one tcp://two"]
     assert ("a rank has died" in capsys.readouterr().err) is bool(status)
 

@@ -110,7 +110,7 @@ async def test_an_instance_is_shown_once_all_its_addresses_answer_and_without_th
         again = Rank(record(A.replace("a", "d"), dp_size=1))  # type: ignore[arg-type]
         await again.listen(ports[0])
         assert names(await anext(watch)) == [B, "d" * 32]
-        assert registry._backend._complete == {B, "d" * 32}, "who is gone is forgotten"  # type: ignore[attr-defined]
+        assert registry.backend._complete == {B, "d" * 32}, "who is gone is forgotten"  # type: ignore[attr-defined]
         for rank in (again, other):
             await rank.node.close()
 
@@ -259,7 +259,7 @@ def test_what_was_said_of_addresses_is_kept_for_a_bounded_number_of_them(
 
     async def main() -> None:
         async with client(static(1)) as registry:
-            backend = registry._backend
+            backend = registry.backend
             assert isinstance(backend, address_backend.AddressBackend)
             for number in range(20):
                 backend._say(("10.0.0.1", number), "refused")

@@ -299,7 +299,7 @@ def test_a_closed_client_says_so_with_an_error_of_ours(opened: OpenRegistry) -> 
         async with opened() as registry:
             await registry.register(record(A))
             leader = LeaderId(A, 0)
-            backend = registry._backend  # type: ignore[attr-defined]
+            backend = registry.backend  # type: ignore[attr-defined]
             # One that is about to ask again: every operation below the client's own check.
             await backend.close()
             for asking in (
@@ -356,7 +356,7 @@ def test_a_registry_restart_loses_nobody(runner: Callable[..., None]) -> None:
         await restarts.stop()
         await asyncio.wait_for(gone.wait(), DEADLINE_S)
         assert isinstance(frontend.last_error, SegueError)
-        normal = frontend._backend.instances
+        normal = frontend.backend.instances
 
         async def instances(role: Role | None, version: int | None, wait_s: float) -> InstanceList:
             answer = await normal(role, version, wait_s)
@@ -364,7 +364,7 @@ def test_a_registry_restart_loses_nobody(runner: Callable[..., None]) -> None:
                 back.set()
             return answer
 
-        frontend._backend.instances = instances  # type: ignore[method-assign]
+        frontend.backend.instances = instances  # type: ignore[method-assign]
         await restarts.start()
         assert restarts.server is not None
         assert not restarts.server.store.instances().instances
@@ -663,8 +663,8 @@ def test_a_question_that_waits_has_its_wait_and_an_answer_s_time_and_no_other_ti
         limits = msgspec.structs.replace(LIMITS, connect_s=5.0)
         transport = httpx.MockTransport(answer)
         client = RegistryClient("http://r:1", secret=SECRET, limits=limits, transport=transport)
-        await client._backend.room(5, 30.0)
-        await client._backend.put_draining(A, DrainFlag(draining=True))
+        await client.backend.room(5, 30.0)
+        await client.backend.put_draining(A, DrainFlag(draining=True))
         await client.aclose()
         assert [(one["connect"], one["read"]) for one in times] == [(5.0, 35.0), (5.0, 5.0)]
 
@@ -682,7 +682,7 @@ def test_a_drain_that_the_registry_did_not_hear_is_told_with_the_next_keep_alive
         await instance.register(record(A))
         assert [i.draining for i in await soon(anext(watch))] == [False]
         keeping = asyncio.create_task(instance.keep_alive(A))
-        backend = instance._backend
+        backend = instance.backend
         normal = backend.put_draining
 
         async def away(*_: object) -> None:
@@ -706,7 +706,7 @@ def test_a_drain_told_to_a_registry_that_began_anew_counts_though_it_is_told_of_
     async def main() -> None:
         async with local() as registry:
             await registry.register(record(A))
-            backend = registry._backend  # type: ignore[attr-defined]
+            backend = registry.backend  # type: ignore[attr-defined]
             normal = backend.put_draining
 
             async def began_anew(*_: object) -> None:
@@ -726,7 +726,7 @@ def test_a_flag_that_changed_while_the_one_before_was_being_told_is_told_again()
     async def main() -> None:
         async with local() as registry:
             await registry.register(record(A))
-            backend = registry._backend  # type: ignore[attr-defined]
+            backend = registry.backend  # type: ignore[attr-defined]
             normal, asked, go_on = backend.put_draining, asyncio.Event(), asyncio.Event()
 
             async def slow_then_away(incarnation: Incarnation, flag: DrainFlag) -> None:
@@ -759,7 +759,7 @@ def test_who_waits_asks_again_within_a_ttl_so_a_registry_that_is_silently_gone_i
     async def main() -> None:
         asked: list[float] = []
         async with local() as registry:
-            backend = registry._backend  # type: ignore[attr-defined]
+            backend = registry.backend  # type: ignore[attr-defined]
             normal = backend.instances
 
             async def instances(role: Role | None, version: int | None, wait_s: float) -> object:
@@ -853,7 +853,7 @@ def test_an_answer_that_was_changed_on_its_way_is_not_believed() -> None:
         transport = httpx.MockTransport(changed)
         registry = RegistryClient("http://r:1", secret=SECRET, limits=LIMITS, transport=transport)
         with pytest.raises(ChecksumMismatch):
-            await registry._backend.instances(None, None, 0.0)
+            await registry.backend.instances(None, None, 0.0)
         await registry.aclose()
 
     asyncio.run(main())
@@ -917,7 +917,7 @@ def registry_on(
 ) -> LocalRegistry:
     store = RegistryStore(VirtualClock(), ttl_s=1.0)
     made = LocalRegistry(store, limits=Limits(registry_ttl_s=ttl_s, **limits), clock=clock)  # type: ignore[arg-type]
-    made._backend = backend  # type: ignore[assignment]
+    made.backend = backend  # type: ignore[assignment]
     return made
 
 

@@ -205,7 +205,7 @@ async def test_a_lease_that_was_lost_is_taken_anew_and_who_is_silent_is_dropped(
 async def test_a_watch_from_a_compacted_revision_reads_the_list_again(server: EtcdServer) -> None:
     """What happened between a list and its watch has been thrown away."""
     async with fleet(server.url) as one:
-        backend = one.watcher._backend
+        backend = one.watcher.backend
         assert isinstance(backend, EtcdBackend)
         etcd = backend._mirror._etcd
         read = etcd.read

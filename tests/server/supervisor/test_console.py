@@ -185,7 +185,7 @@ for thread in threads:
     thread.start()
 for n in range(100):
     look = f"segue ps --registry {n} --secret-file /proc/1/fd/7"
-    processes._announce(console, f"http://127.0.0.1:{n}", "m", None, look)
+    processes.announce_ready(console, f"http://127.0.0.1:{n}", "m", None, look)
 for thread in threads:
     thread.join()
 console.close()

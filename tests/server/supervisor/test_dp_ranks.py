@@ -159,7 +159,7 @@ def test_the_ranks_of_a_deployment_are_children_of_its_supervisor(tmp_path: Path
         supervisor = supervised.make(
             tmp_path / "j", lambda *_: None, prefill=2, ranks=RanksConfig(prefill_dp=2, decode_dp=2)
         )
-        supervisor._command = lambda role, config: seen.append(config) or argv(config)
+        supervisor.command = lambda role, config: seen.append(config) or argv(config)
         planned = supervised.specs(supervisor)
         return [
             (spec.name, config)

@@ -108,7 +108,7 @@ def test_the_secret_is_an_inherited_file_and_nowhere_else(tmp_path: Path) -> Non
         nonlocal supervisor
         supervisor = supervised.make(tmp_path / "j", stop_at_once)
         seen: list[InstanceConfig | FrontendConfig] = []
-        supervisor._command = lambda role, config: seen.append(config) or ["x"]
+        supervisor.command = lambda role, config: seen.append(config) or ["x"]
         planned = supervised.specs(supervisor)
         return [*zip(planned, seen, strict=True)]
 
@@ -124,7 +124,7 @@ def test_clients_keys_reach_the_frontend_as_a_file_and_nobody_else(tmp_path: Pat
         supervisor = supervised.make(
             tmp_path / "j", stop_at_once, keys=["hunter2-of-the-tests"], access=access
         )
-        supervisor._command = lambda role, config: argv(config)
+        supervisor.command = lambda role, config: argv(config)
         return supervised.specs(supervisor)
 
     for spec in asyncio.run(child_specs()):
@@ -143,7 +143,7 @@ def test_each_leader_of_the_deployment_publishes_kv_events_at_ports_of_its_own(t
         )
         ranks = RanksConfig(prefill_dp=2)
         supervisor = supervised.make(tmp_path / "j", stop_at_once, events=events, ranks=ranks, decode=2)
-        supervisor._command = lambda role, config: [argv(config)]  # type: ignore[list-item]
+        supervisor.command = lambda role, config: [argv(config)]  # type: ignore[list-item]
         return supervised.specs(supervisor)
 
     taken: dict[str, list[int]] = {}
@@ -517,7 +517,7 @@ def test_a_frontend_comes_back_at_its_port_and_an_instance_in_another_incarnatio
         ranks = RanksConfig(prefill_dp=2, enable_expert_parallel=True)
         events = KVEventsConfig(kv_events_port=5557)
         supervisor = supervised.make(tmp_path / "j", stop_at_once, ranks=ranks, decode=2, events=events)
-        supervisor._command = lambda role, config: [str(role), *argv(config)]
+        supervisor.command = lambda role, config: [str(role), *argv(config)]
         units = supervisor.planned("http://127.0.0.1:9", 77, 78)
         for unit in units:
             unit.url = "http://127.0.0.1:4711" if unit.role is Role.FRONTEND else "10.0.0.1:9"
@@ -567,14 +567,14 @@ def test_who_was_switched_comes_back_in_that_role_and_under_its_name(
     behaviours = {"decode-1": "switched"}
 
     def announce(supervisor: Supervisor, url: str) -> None:
-        given = supervisor._command
+        given = supervisor.command
 
         def command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
             roles.append(role)
             behaviours.clear()
             return given(role, config)
 
-        supervisor._command = command
+        supervisor.command = command
         switched = child(supervisor, "decode-1")
         switched.signal(signal.SIGUSR1)
         when(lambda: switched.role is Role.PREFILL, lambda: switched.signal(signal.SIGKILL))
@@ -595,14 +595,14 @@ def test_who_was_switched_comes_back_in_that_role_also_after_a_death_while_it_lo
     behaviours = {"decode-1": "switched"}
 
     def announce(supervisor: Supervisor, url: str) -> None:
-        given = supervisor._command
+        given = supervisor.command
 
         def command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
             roles.append(role)
             behaviours["decode-1"] = "killed" if len(roles) == 1 else "ok"
             return given(role, config)
 
-        supervisor._command = command
+        supervisor.command = command
         switched = child(supervisor, "decode-1")
         switched.signal(signal.SIGUSR1)
         when(lambda: switched.role is Role.PREFILL, lambda: switched.signal(signal.SIGKILL))

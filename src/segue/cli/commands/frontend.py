@@ -39,8 +39,8 @@ log = logging.getLogger("segue.frontend")
 
 
 async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline: Lifeline) -> bool:
-    """Serve until the first signal, then drain; see `_signals` for the second. What a supervisor says over
-    `lifeline` of instances that it starts again reaches the requests that wait for them. False if the signal
+    """Serve until the first signal, then drain; see `drain_signals` for the second. A supervisor tells over
+    `lifeline` which instances it starts again, for the requests that wait for them. False if the signal
     came while modules were still imported, in a thread that cannot be stopped."""
     limits = config.limit.limits()
     tls = tls_from_files(config.tls, None)
@@ -49,7 +49,10 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline:
         config.registry, secret=config.secret or None, limits=limits, on_error=_say, tls=tls
     )
     try:
-        async with _signals(supervised=lifeline.supervised) as stop, contextlib.AsyncExitStack() as closing:
+        async with (
+            drain_signals(supervised=lifeline.supervised) as stop,
+            contextlib.AsyncExitStack() as closing,
+        ):
             metrics = Metrics()
             listener = FrontendListener(
                 config.host, config.port, drain_s=limits.drain_s, keys=keys, metrics=metrics
@@ -90,7 +93,7 @@ async def _serve(
         model, name = config.model, config.served_model_name
         if model is None or name is None:
             listener.reason = "the frontend is waiting for an instance, which says what is served"
-            record = await _first_record(registry, stop)
+            record = await first_record(registry, stop)
             if record is None:
                 return imported.done()
             model = model or record.source or record.served_model
@@ -180,7 +183,7 @@ async def _before(work: asyncio.Future[ModuleType], stop: asyncio.Event) -> bool
     return work.done()
 
 
-async def _first_record(registry: RegistryClient, stop: asyncio.Event) -> InstanceRecord | None:
+async def first_record(registry: RegistryClient, stop: asyncio.Event) -> InstanceRecord | None:
     """The first instance that the registry lists; None if somebody wants us to stop before."""
     log.info("event=waiting_for_an_instance")
 
@@ -206,7 +209,7 @@ def _say(error: Exception) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _signals(*, supervised: bool) -> AsyncIterator[asyncio.Event]:
+async def drain_signals(*, supervised: bool) -> AsyncIterator[asyncio.Event]:
     """An event that the first signal sets. The second cancels the task that entered this, unless it is
     `supervised`: a supervisor sends SIGKILL for that, and its SIGTERM may follow a service manager's."""
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()

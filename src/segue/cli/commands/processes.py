@@ -45,7 +45,7 @@ LOOPBACK = "127.0.0.1"
 
 def serve(config: ServeConfig) -> int:
     """Run a deployment until a signal; the exit status."""
-    folder = _log_folder(config.engine.cache)
+    folder = log_folder(config.engine.cache)
     console = Console(folder=folder)
     status = 1
     try:
@@ -80,16 +80,16 @@ def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
     logs.event(log, "config", **config.derived(host, size))
 
     def announce(url: str, registry: str, secret_file: str) -> None:
-        looking = _looking(registry, secret_file, config.tls)
-        _announce(console, url, name, config.access if keys else None, looking)
+        looking = look_command(registry, secret_file, config.tls)
+        announce_ready(console, url, name, config.access if keys else None, looking)
 
     async def run() -> ServeResult:
         return await Supervisor(
             config,
             host=host,
             size=size,
-            command=_command,
-            registry=lambda secret: _registry(config.bootstrap_port, secret, config.limit.limits(), tls),
+            command=child_command,
+            registry=lambda secret: run_registry(config.bootstrap_port, secret, config.limit.limits(), tls),
             announce=announce,
             keys=keys,
             console=console,
@@ -99,7 +99,7 @@ def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
     return outcome.status, outcome.reason
 
 
-def _log_folder(cache: str | None) -> LogFolder | None:
+def log_folder(cache: str | None) -> LogFolder | None:
     """Where the whole logs of children go; None, with a warning, where no file can be written."""
     parent = (Path(cache) if cache else cache_folder()) / "logs"
     try:
@@ -136,7 +136,8 @@ def check_transport(setting: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _registry(port: int, secret: bytes, limits: Limits, tls: Tls | None) -> AsyncIterator[str]:
+async def run_registry(port: int, secret: bytes, limits: Limits, tls: Tls | None) -> AsyncIterator[str]:
+    """The URL of a registry that runs in this process at loopback's `port` while this is open."""
     from segue.server.registry.registry_server import serve as start
 
     server = await start(LOOPBACK, port, secret=secret, limits=limits, tls=tls)
@@ -147,11 +148,12 @@ async def _registry(port: int, secret: bytes, limits: Limits, tls: Tls | None) -
         await server.close()
 
 
-def _command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
+def child_command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
+    """The command line of a child with `config`."""
     return [sys.executable, "-m", "segue.cli.main", str(role), *argv(config)]
 
 
-def _looking(registry: str, secret_file: str, tls: TlsConfig) -> str:
+def look_command(registry: str, secret_file: str, tls: TlsConfig) -> str:
     """The command that shows this fleet. Only we and our user can read what `secret_file` names."""
     files = {"--tls-cert": tls.tls_cert, "--tls-key": tls.tls_key, "--tls-ca": tls.tls_ca}
     flags = [f"{flag} {shlex.quote(file)}" for flag, file in files.items() if file is not None]
@@ -161,7 +163,7 @@ def _looking(registry: str, secret_file: str, tls: TlsConfig) -> str:
     return " ".join([start, "ps --registry", registry, "--secret-file", secret_file, *flags])
 
 
-def _announce(console: Console, url: str, model: str, access: AccessConfig | None, looking: str) -> None:
+def announce_ready(console: Console, url: str, model: str, access: AccessConfig | None, looking: str) -> None:
     """What to try, without any key in it: a terminal's history and logs are no place for one."""
     shown = ""
     if access is not None:
@@ -197,26 +199,27 @@ def instance(args: argparse.Namespace) -> int:
                 return 0
             found = _located(found, threads, _dtype(found.engine.dtype, quiet=lifeline.supervised))
             if found.leaders > 1:
-                return _serve_ranks(found, lifeline)
+                return serve_ranks(found, lifeline)
             from segue.server.instance.role_lifecycle import run_instance
 
             def serving(now: InstanceConfig, url: str) -> None:
                 if not lifeline.supervised:
                     logs.configure(now.log.log_level, now.label)  # it may have been switched
-                _ready(lifeline, now.label, url, now.role)
+                report_ready(lifeline, now.label, url, now.role)
 
             return run_instance(found, on_ready=serving, supervised=lifeline.supervised)
 
-    return _child(lifeline, run)
+    return run_child(lifeline, run)
 
 
-def _serve_ranks(config: InstanceConfig, lifeline: Lifeline) -> int:
+def serve_ranks(config: InstanceConfig, lifeline: Lifeline) -> int:
+    """Run each DP rank of an instance in a process of its own; the exit status."""
     console = Console()
     logs.configure(config.log.log_level, "" if lifeline.supervised else config.label, console)
 
     async def run() -> ServeResult:
-        say = partial(_ready, lifeline, config.label, say=console.announce)
-        return await RankProcesses(config, _command, say, console=console).run()
+        say = partial(report_ready, lifeline, config.label, say=console.announce)
+        return await RankProcesses(config, child_command, say, console=console).run()
 
     outcome = asyncio.run(run())
     if outcome.reason:
@@ -277,7 +280,8 @@ def frontend(args: argparse.Namespace) -> int:
             from segue.cli.commands.frontend import run as serve_http
 
         try:
-            loaded = uvloop.run(serve_http(config, lambda url: _ready(lifeline, config.label, url), lifeline))
+            ready = partial(report_ready, lifeline, config.label)
+            loaded = uvloop.run(serve_http(config, ready, lifeline))
         except asyncio.CancelledError:
             log.warning("event=stopped_at_once")
             return 1
@@ -287,10 +291,10 @@ def frontend(args: argparse.Namespace) -> int:
             os._exit(0)  # the thread that imports must not run on while the interpreter takes itself down
         return 0
 
-    return _child(lifeline, run)
+    return run_child(lifeline, run)
 
 
-def _ready(
+def report_ready(
     lifeline: Lifeline,
     label: str,
     url: str,
@@ -306,7 +310,7 @@ def _ready(
         print(f"ready {url or label}", flush=True)
 
 
-def _child(lifeline: Lifeline, run: Callable[[], int]) -> int:
+def run_child(lifeline: Lifeline, run: Callable[[], int]) -> int:
     """Run a process's work; a failure to start is reported to the supervisor in one sentence."""
     try:
         return run()

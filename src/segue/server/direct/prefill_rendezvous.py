@@ -71,6 +71,11 @@ class PrefillRendezvous:
         return {"legs": sum(room.leg is not None for room in self._rooms.values())}
 
     @property
+    def rooms(self) -> int:
+        """Rooms that are known: one leg waits for the other, both have met, or why neither can."""
+        return len(self._rooms)
+
+    @property
     def tickets(self) -> int:
         """Tickets that may still be shown."""
         return len(self._tickets)

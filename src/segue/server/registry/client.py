@@ -122,7 +122,7 @@ class BackendRegistry:
         on_error: ErrorReport | None,
         clock: Clock | None = None,
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self._clock = clock or SystemClock()
         self._ttl_s = limits.registry_ttl_s
         #: how long one question waits: of a registry whose machine is gone nobody tells, and it is noticed as
@@ -190,14 +190,14 @@ class BackendRegistry:
             if left is not None:
                 left.set()
         try:
-            await self._backend.delete(leader)
+            await self.backend.delete(leader)
         except SegueError as error:
             self._report(error)  # it will hear of us no more, and drop us after its TTL
 
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
         record = self._own.get(incarnation)
         if record is None:
-            await self._backend.put_draining(incarnation, DrainFlag(draining=draining))
+            await self.backend.put_draining(incarnation, DrainFlag(draining=draining))
             return
         # Remembered first: a registry that is away, or restarts, learns it from the next keep-alive.
         self._own[incarnation] = msgspec.structs.replace(record, draining=draining)
@@ -216,7 +216,7 @@ class BackendRegistry:
         while not self._closing.is_set():
             try:
                 answer = await self._unless_closing(
-                    self._backend.instances(role, view.version, view.wait_s(self._longest_s))
+                    self.backend.instances(role, view.version, view.wait_s(self._longest_s))
                 )
             except SegueError as error:
                 if self._closing.is_set():
@@ -266,7 +266,7 @@ class BackendRegistry:
                 while not self._closing.is_set():
                     try:
                         leader = await self._unless_closing(
-                            self._backend.room(room, min(timeout_s, self._longest_s))
+                            self.backend.room(room, min(timeout_s, self._longest_s))
                         )
                     except SegueError as error:
                         if not error.info.retryable:
@@ -285,7 +285,7 @@ class BackendRegistry:
 
     async def aclose(self) -> None:
         self._closing.set()
-        await self._backend.close()
+        await self.backend.close()
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class BackendRegistry:
         complete = record.complete
         for replica in record.replicas:
             one = msgspec.structs.replace(record, replicas=[replica])
-            answer = await self._backend.put_rank(one, replica.dp_rank)
+            answer = await self.backend.put_rank(one, replica.dp_rank)
             complete = complete or answer.complete
             if self._rooms and (answer.new or self._epoch not in ("", answer.epoch)):
                 # Said by a keep-alive, at once: not by each request that finds it out and has a deadline.
@@ -343,14 +343,14 @@ class BackendRegistry:
         ttl_s = until - self._clock.now()
         body = RoomRecord(incarnation=leader.incarnation, dp_rank=leader.dp_rank, ttl_s=ttl_s)
         try:
-            await self._backend.put_room(room, body)
+            await self.backend.put_room(room, body)
         except NotFound:
             record = self._own.get(leader.incarnation)
             if record is None:
                 raise
             # The registry restarted and has not heard of us yet.
             await self._put(record)
-            await self._backend.put_room(room, body)
+            await self.backend.put_room(room, body)
 
     async def _say_rooms(self) -> None:
         """To a registry that has forgotten them, the newest first, for which somebody waits; as many as there
@@ -387,11 +387,11 @@ class BackendRegistry:
         flags = [DrainFlag(draining=record.draining, dp_rank=replica.dp_rank) for replica in record.replicas]
         try:
             for flag in flags:
-                await self._backend.put_draining(record.incarnation, flag)
+                await self.backend.put_draining(record.incarnation, flag)
         except NotFound:
             await self._put(record)  # the registry restarted and has not heard of us yet
             for flag in flags:
-                await self._backend.put_draining(record.incarnation, flag)
+                await self.backend.put_draining(record.incarnation, flag)
         return record.draining
 
     def _report(self, error: SegueError) -> None:

@@ -61,7 +61,7 @@ class RankProcesses(ProcessTree):
     ) -> None:
         super().__init__(instance.limit.drain_s, **options)  # type: ignore[arg-type]
         self._instance = instance
-        self._command = command
+        self.command = command
         self._announce = announce
 
     async def run(self) -> ServeResult:
@@ -82,7 +82,7 @@ class RankProcesses(ProcessTree):
                         access = replace(access, api_key=None, api_key_file=f"/proc/self/fd/{keys_fd}")
                         instance = replace(instance, access=access)
                     fds = (fd, keys_fd)
-                    make = partial(leaders, self, instance, self._command, fds)
+                    make = partial(leaders, self, instance, self.command, fds)
                     unit = Unit(instance.label, instance.role, lambda _: make())
                     return await self.keep([unit], lifeline_fd)
         finally:

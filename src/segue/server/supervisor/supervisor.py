@@ -74,7 +74,7 @@ class Supervisor(ProcessTree):
         self.config = config
         self._host = host
         self._size = size
-        self._command = command
+        self.command = command
         self._registry = registry
         self._announce = announce
         self._keys = "\n".join(keys).encode()
@@ -141,11 +141,11 @@ class Supervisor(ProcessTree):
     def _instance(self, instance: InstanceConfig, fds: tuple[int, ...], unit: Unit) -> list[ChildSpec]:
         """The leaders of one instance in the role that it has now; in logs it keeps its first one."""
         now = dataclasses.replace(instance, role=unit.role)
-        specs = leaders(self, now, self._command, fds)
+        specs = leaders(self, now, self.command, fds)
         return [dataclasses.replace(spec, role=instance.role) for spec in specs]
 
     def _frontend(self, frontend: FrontendConfig, fds: tuple[int, ...], unit: Unit) -> list[ChildSpec]:
         """The frontend, at the port that the one before it had."""
         port = urlsplit(unit.url).port or frontend.port
-        argv = self._command(Role.FRONTEND, dataclasses.replace(frontend, port=port))
+        argv = self.command(Role.FRONTEND, dataclasses.replace(frontend, port=port))
         return [dataclasses.replace(self.spec("frontend", Role.FRONTEND, argv, 1, fds), told=True)]
