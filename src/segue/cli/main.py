@@ -36,13 +36,13 @@ _EXAMPLES = {
     "version": "segue version",
 }
 
-#: What an operator does with a running fleet.
+#: Commands for a running fleet.
 _OPERATOR = {
-    "ps": "show the instances of a fleet, what they do, and what they hand over to whom",
-    "drain": "have an instance take no new request, and wait until it holds nothing: then it may be ended",
-    "resume": "have a drained instance take requests again",
-    "switch": "have an instance drain and come back in another role, with its model loaded",
-    "explain": "tell the life of one request: every phase, wait, attempt, byte count and error",
+    "ps": "show the instances of a fleet: load, pages, and hand-offs per pair",
+    "drain": "stop new requests to an instance and wait until it is empty; then it can be ended",
+    "resume": "let a drained instance accept requests again",
+    "switch": "drain an instance and restart it in another role, without loading its model again",
+    "explain": "show the life of one request: phases, waits, attempts, bytes and errors",
 }
 
 
@@ -83,10 +83,14 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
     _sim_arguments(command("sim", "run the control plane in virtual time, under faults", _sim))
     _advise_arguments(
         command(
-            "advise", "say how many prefill and decode workers a workload needs, or why none apart", _advise
+            "advise",
+            "estimate the number of prefill and decode workers for a workload, or advise a unified one",
+            _advise,
         )
     )
-    doctor = command("doctor", "look at this host: what is wrong, how to mend it, how fast it is", _doctor)
+    doctor = command(
+        "doctor", "check this host: problems, remedies, and the speed of its transports", _doctor
+    )
     flags.add_settings(doctor, DoctorConfig)
     doctor.add_argument(
         "--json", metavar="FILE", nargs="?", const="-", help="write the report as JSON (default: print it)"

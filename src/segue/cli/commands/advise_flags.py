@@ -120,12 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="of weights and KV; auto is what --measure would serve with here, else bfloat16 (default: auto)",
+        help="type of weights and KV; auto is this host's type with --measure, else bfloat16 (default: auto)",
     )
     add("--cache", metavar="DIR", help="folder for fetched and converted models")
     add = parser.add_argument_group("how fast one worker is").add_argument
     add("--measure", action="store_true", help="time this machine's engine and transports (half a minute)")
-    add("--save", metavar="FILE", help="write what --measure finds, for --measured")
+    add("--save", metavar="FILE", help="write the results of --measure, for --measured")
     add("--measured", metavar="FILE", help="take an earlier measurement")
     add(
         "--threads-per-worker",
@@ -135,8 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="--measure: (default: 1)",
     )
-    add("--compute-tflops", type=float, metavar="X", help="what it reaches in matrix products, not its peak")
-    add("--memory-gb-per-s", type=float, metavar="X", help="what it reaches in reading weights and KV")
+    add("--compute-tflops", type=float, metavar="X", help="sustained speed of matrix products, not the peak")
+    add("--memory-gb-per-s", type=float, metavar="X", help="sustained speed of reading weights and KV")
     add(
         "--step-overhead-ms",
         type=float,

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--output-tokens", type=int, default=64, metavar="N", help="tokens to generate (default: 64)")
     add("--requests", type=int, default=64, metavar="N", help="measured requests (default: 64)")
-    add("--warmup", type=int, default=4, metavar="N", help="requests before those (default: 4)")
+    add("--warmup", type=int, default=4, metavar="N", help="requests before the measured ones (default: 4)")
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--concurrency", type=int, default=4, metavar="C", help="closed loop: requests in flight (default: 4)"

@@ -40,11 +40,11 @@ from segue.server.settings.shared_config import (
 MODEL_HELP = "folder, GGUF file, smollm2, or a name of the Hugging Face Hub, ORG/NAME"
 CHECKSUM_MODES = tuple(mode.value for mode in ChecksumMode)
 TRANSPORT_HELP = (
-    "how KV moves: one of those that `segue doctor` lists, or several with commas between them, of which "
-    "each pair takes the fastest; auto is shm,tcp"
+    "transport of the KV: one of the list of `segue doctor`, or several separated by commas, of which each "
+    "pair uses the fastest; auto is shm,tcp"
 )
 CHECKSUM_HELP = (
-    "what of each chunk of KV is checked by a checksum after it has landed; prefill's setting decides"
+    "part of each KV chunk that is verified by a checksum after it has landed; prefill's setting decides"
 )
 DP_HELP = "data-parallel ranks of one instance: each is a process with an engine, a pool and ports of its own"
 
@@ -77,7 +77,7 @@ class ServeConfig:
     )
     bootstrap_port: int = integer("loopback port of its registry; 0 takes a free one", 0, high=65535)
     restart: str = text(
-        "which children are started again when they end by themselves: those that fail, or none",
+        "restart children that fail, or none",
         "on-failure",
         choices=("on-failure", "never"),
         metavar="WHICH",
@@ -242,8 +242,8 @@ class InstanceConfig:
         metavar="METHOD",
     )
     dp_rank_conflict: str = text(
-        "prefill: what happens to a request on another DP rank than the one that decode infers: decode is "
-        "sent to the true one, or both sides fail",
+        "prefill: if a request is on another DP rank than decode infers, redirect decode to the right rank "
+        "or fail on both sides",
         "redirect",
         choices=("redirect", "fail"),
         metavar="WHAT",
@@ -365,7 +365,7 @@ class FrontendConfig:
     )
     revision: str | None = text(REVISION_HELP, metavar="REV")
     served_model_name: str | None = text(
-        "name that clients ask for (default: what the registry names)", metavar="NAME"
+        "model name for clients (default: the name in the registry)", metavar="NAME"
     )
     name: str | None = text("name in logs and metrics (default: frontend)", metavar="NAME")
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")

@@ -15,8 +15,8 @@ class KVEventsConfig:
     instances follow one another, each with as many ports as it has DP ranks."""
 
     kv_events_port: int | None = integer(
-        "publish what enters and leaves the prefix cache, with its tokens, in vLLM's format over ZMQ at this "
-        "port of --kv-events-host; everybody who reaches it can read the tokens of all prompts",
+        "publish changes of the prefix cache, with their tokens, in vLLM's format over ZMQ at this port of "
+        "--kv-events-host; every client that reaches it can read the tokens of all prompts",
         low=1,
         high=65535,
     )
@@ -26,7 +26,7 @@ class KVEventsConfig:
         metavar="HOST",
     )
     kv_events_replay_port: int | None = integer(
-        "port where a subscriber can ask for what it missed", low=1, high=65535
+        "port for subscribers to request missed events", low=1, high=65535
     )
     kv_events_topic: str = text("topic of these events", "", metavar="TOPIC")
 

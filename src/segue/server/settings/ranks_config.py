@@ -16,16 +16,16 @@ BALANCE_METHODS = (
     "power_of_two",
     "prefix_aware",
 )
-TP_HELP = "processes that share out each layer's heads and weights"
-PP_HELP = "processes that share out the layers"
-CP_HELP = "processes that share out the rows of each chunk of a prompt"
+TP_HELP = "tensor parallelism: processes that split the heads and weights of each layer"
+PP_HELP = "pipeline parallelism: processes that split the layers"
+CP_HELP = "context parallelism: processes that split the rows of each prompt chunk"
 EXPERTS_HELP = (
-    "the DP ranks of an instance share out the experts of a mixture-of-experts model, and compute each step "
-    "together; each attends over its own requests"
+    "expert parallelism: spread a mixture-of-experts model's experts over the DP ranks of each instance "
+    "(needs --dp above 1)"
 )
 LOCAL_HELP = (
-    "decode: computes prompts itself of which at most N tokens are not cached, and longer ones where no "
-    "prefill instance can; 0: none at all; -1: N is measured at start"
+    "decode: compute prompts with at most N uncached tokens without a hand-off, and longer ones if no "
+    "prefill instance can; 0: none; -1: measure N at start"
 )
 
 

@@ -26,7 +26,7 @@ class ModelConfig:
 
     dtype: str = text(DTYPE_HELP, "auto", choices=DTYPES, metavar="TYPE")
     served_model_name: str | None = text(
-        "name that clients ask for (default: the one given, of a path its last part)", metavar="NAME"
+        "model name for clients (default: the given name, or the last part of a path)", metavar="NAME"
     )
     page_tokens: int = integer("tokens in one page of KV", 16, low=1, high=1024)
     chunk_tokens: int = integer("most prompt tokens in one prefill step", 512, low=1, high=2**20)
@@ -37,7 +37,7 @@ class ModelConfig:
         high=1024,
     )
     kv_gib: float | None = number(
-        "memory for the KV pool of one instance, in GiB (default: a bounded share of what is free)",
+        "memory for the KV pool of one instance, in GiB (default: a bounded share of the free memory)",
         low=2**-20,  # what the model needs at least is known once it is: see `kv_pool_bytes`
         high=2**20,
         metavar="G",
@@ -106,8 +106,8 @@ class AnswersConfig:
         high=64,
     )
     sampling_defaults: str = text(
-        "sampling settings that a client does not name are those of the model's generation_config.json, "
-        "or OpenAI's",
+        "source of sampling settings that a client leaves out: the model's generation_config.json, or "
+        "OpenAI's defaults",
         "model",
         choices=("model", "openai"),
         metavar="WHOSE",
@@ -157,14 +157,14 @@ class AccessConfig:
         "file with keys, one a line (# begins a comment), one of which clients must show", metavar="F"
     )
     client_order: str = text(
-        "whose `priority` and `user` count where prompts wait: of clients with an API key, all, or none",
+        "`priority` and `user` of a request order the queue: for clients with an API key, for all, or none",
         "keys",
         choices=CLIENT_ORDERS,
         metavar="WHOSE",
     )
     prefix_cache_sharing: str = text(
-        "which requests use each other's cached prefixes: tenant (those with one API key, where there are "
-        "several keys) or all (then cached_tokens and the time to the first token tell what others asked)",
+        "requests that share cached prefixes: tenant (requests with the same API key, if there are several "
+        "keys) or all (cached_tokens and the time to the first token then reveal the prompts of others)",
         "tenant",
         choices=("tenant", "all"),
     )
