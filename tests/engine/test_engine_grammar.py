@@ -453,6 +453,43 @@ def test_formats_that_wait_are_bounded(checking):
         checking.settle(done.get(timeout=60))
 
 
+def test_tenants_take_turns_where_formats_wait(tokenizer):
+    """Formats that cost a second each were compiled in their order: one client could have those of all others
+    refused, or wait for minutes."""
+    first, goes_on, order = threading.Event(), threading.Event(), []
+
+    class Noting:
+        def __init__(self, *args): ...
+
+        def check(self, grammar):
+            first.set()
+            assert goes_on.wait(60)
+            order.append(grammar.text)
+            return 0
+
+        def close(self): ...
+
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=Noting)
+    done = queue.SimpleQueue()
+
+    def prepare(text, tenant):
+        compiler.prepare(Grammar("regex", text), partial(done.put, Grammar("regex", text)), tenant)
+
+    for i in range(MAX_PREPARING):
+        prepare(f"h{i}", "key 1")
+    assert first.wait(60)
+    with pytest.raises(OutOfCapacity, match="64 output formats"):
+        prepare("more", "key 1")
+    for text, tenant in (("x0", "key 2"), ("x1", "key 2"), ("y0", "key 3")):
+        prepare(text, tenant)
+    goes_on.set()
+    for _ in range(MAX_PREPARING + 3):
+        compiler.settle(done.get(timeout=60))
+    compiler.close()
+    assert order[:7] == ["h0", "h1", "x0", "y0", "h2", "x1", "h3"]
+    assert order[7:] == [f"h{i}" for i in range(4, MAX_PREPARING)]
+
+
 @pytest.mark.parametrize("rule", ["s s s | /./ | /../", "s s | /[a-z]/ | /[a-z ]/", "s s | /a/ |"])
 def test_an_ambiguous_grammar_ends_with_the_client_s_error_before_it_costs_others_much(
     compiler, tokenizer, rule

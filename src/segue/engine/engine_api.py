@@ -105,8 +105,9 @@ class Formats(Protocol):
         """Whether `Engine.open` has nothing to compile for `grammar`."""
         ...
 
-    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> None:
-        """Compile it and call `done`, on another thread. OutOfCapacity if too many wait."""
+    def prepare(self, grammar: Grammar, done: Callable[[], None], tenant: str = "") -> None:
+        """Compile it and call `done`, on another thread; tenants take turns. OutOfCapacity if too many of
+        `tenant` wait, or too many in all."""
         ...
 
     def settle(self, grammar: Grammar) -> None:

@@ -10,7 +10,8 @@ compiles it on a thread, so that the leader's thread only looks up what is compi
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -31,8 +32,9 @@ MAX_GRAMMAR_BYTES = 64 * 2**10
 MAX_CACHED = 64
 #: Memory of the compiled grammars that are kept, as they were measured when they were tried.
 MAX_CACHED_BYTES = 256 * 2**20
-#: Grammars that wait to be compiled.
+#: Grammars that wait to be compiled, of one tenant and of all.
 MAX_PREPARING = 64
+MAX_PREPARING_IN_ALL = 1024
 #: Items in a row, and items per mask. A schema has four items for each optional property that may follow: 500
 #: such properties need 2,007, and 5,000 to 10,000; a mask then takes 16 ms at most and 2 ms on average. The
 #: dearest schemas that were found take 40 ms.
@@ -134,7 +136,11 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Grammar, tuple[llguidance.LLMatcher | SegueError, int]] = OrderedDict()
         #: handed over by the thread; settled by the owner
         self._prepared: dict[Grammar, tuple[llguidance.LLMatcher | SegueError, int]] = {}
-        self._preparing: set[Grammar] = set()
+        #: grammars that are not settled, with the tenants that asked for them
+        self._preparing: dict[Grammar, str] = {}
+        self._lock = threading.Lock()
+        #: what waits for the thread, by tenant; the first tenant is the next one
+        self._waiting: dict[str, deque[tuple[Grammar, Callable[[], None]]]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
@@ -163,19 +169,23 @@ class GrammarCompiler:
         kept, _ = self._compiled.get(grammar, (None, 0))
         return kept is not None and (not isinstance(kept, SegueError) or isinstance(kept, InvalidRequest))
 
-    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> None:
+    def prepare(self, grammar: Grammar, done: Callable[[], None], tenant: str = "") -> None:
         """Compile `grammar` within limits of time and memory, then call `done` on another thread: `settle`
-        makes it known. OutOfCapacity if too many wait. One call per grammar until it is settled."""
-        if len(self._preparing) >= MAX_PREPARING:
-            raise OutOfCapacity(f"{MAX_PREPARING} output formats wait to be compiled; try again")
-        self._preparing.add(grammar)
+        makes it known. Tenants take turns. OutOfCapacity if too many of `tenant` wait, or too many in all.
+        One call per grammar until it is settled."""
+        own = sum(asked == tenant for asked in self._preparing.values())
+        if own >= MAX_PREPARING or len(self._preparing) >= MAX_PREPARING_IN_ALL:
+            raise OutOfCapacity(f"{own} output formats wait to be compiled; try again")
+        self._preparing[grammar] = tenant
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append((grammar, done))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="segue-formats")
-        self._thread.submit(self._prepare, grammar, done)
+        self._thread.submit(self._prepare_next)
 
     def settle(self, grammar: Grammar) -> None:
         """Take over what became of `grammar`: until another one is settled, `open` answers at once."""
-        self._preparing.discard(grammar)
+        self._preparing.pop(grammar, None)
         self._keep(grammar, self._prepared.pop(grammar))
 
     def close(self) -> None:
@@ -183,6 +193,16 @@ class GrammarCompiler:
         self._checker.close()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+
+    def _prepare_next(self) -> None:
+        """Prepare one grammar of the tenant whose turn it is."""
+        with self._lock:
+            tenant = next(iter(self._waiting))
+            waiting = self._waiting.pop(tenant)
+            grammar, done = waiting.popleft()
+            if waiting:
+                self._waiting[tenant] = waiting
+        self._prepare(grammar, done)
 
     def _prepare(self, grammar: Grammar, done: Callable[[], None]) -> None:
         try:

@@ -376,12 +376,14 @@ class SlowFormats:
     def __init__(self) -> None:
         self.asked: dict[Grammar, Callable[[], None]] = {}
         self.settled: set[Grammar] = set()
+        self.tenants: list[str] = []
         self.full = False
 
     def known(self, grammar: Grammar) -> bool:
         return grammar in self.settled
 
-    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> None:
+    def prepare(self, grammar: Grammar, done: Callable[[], None], tenant: str = "") -> None:
+        self.tenants.append(tenant)
         if self.full:
             raise OutOfCapacity("too many formats wait")
         assert grammar not in self.asked, "one compilation at a time"
@@ -392,12 +394,12 @@ class SlowFormats:
         self.settled.add(grammar)
 
 
-def shaped(rig: Stage, name: str, room: int, regex: str = "a") -> Grammar:
+def shaped(rig: Stage, name: str, room: int, regex: str = "a", tenant: str = "") -> Grammar:
     """Submit a request with an output format."""
     grammar = Grammar("regex", regex)
     sampling = SamplingParams(max_tokens=3, grammar=grammar)
     ticket = Ticket(room=room, attempt=0, prefill=ME, decode=ME, budget_s=10.0)
-    request = Request(request_id=name, prompt=[1, 2], sampling=sampling)
+    request = Request(request_id=name, prompt=[1, 2], sampling=sampling, tenant=tenant)
     rig.leader.inbox.put(FromFrontend(FRONT, Submit(request, ticket)))
     return grammar
 
@@ -447,8 +449,9 @@ def test_a_request_that_ends_while_its_format_is_compiled_is_not_begun() -> None
 def test_formats_that_cannot_wait_are_refused_and_a_draining_leader_parks_nothing() -> None:
     rig, formats = formats_rig()
     formats.full = True
-    shaped(rig, "full", 1)
+    shaped(rig, "full", 1, tenant="key 2")
     rig.leader.decide()
+    assert formats.tenants == ["key 2"]
     rig.leader.inbox.put(Drain())
     shaped(rig, "late", 2)
     rig.leader.decide()

@@ -391,7 +391,8 @@ class Leader:
                     f"{self.scheduler.config.name} already holds {held} requests; try again later"
                 )
             if parked is None:
-                formats.prepare(grammar, partial(self.inbox.put, FormatReady(grammar)))
+                done = partial(self.inbox.put, FormatReady(grammar))
+                formats.prepare(grammar, done, submit.request.tenant)
                 parked = self._parked.setdefault(grammar, [])
         except OutOfCapacity as error:
             self.scheduler.admission.refuse(
