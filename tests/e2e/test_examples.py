@@ -84,6 +84,12 @@ def test_own_memory() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "KV equal\n", "")
 
 
+def test_rank_worker() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "rank_worker.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "KV of both ranks equal\n", "")
+
+
 @pytest.mark.slow
 def test_symmetric_ranks() -> None:
     command = [sys.executable, str(ROOT / "examples" / "symmetric_ranks.py")]

@@ -133,6 +133,7 @@ def test_the_library_needs_three_packages(library: Path) -> None:
         ("handover.py", "first token 42, KV equal"),
         ("killed_peer.py", "a new peer: SUCCESS, 40 pages free"),
         ("own_memory.py", "KV equal"),
+        ("rank_worker.py", "KV of both ranks equal"),
     ],
 )
 def test_examples_run_with_the_library_alone(library: Path, example: str, last: str) -> None:

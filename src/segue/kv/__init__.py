@@ -97,6 +97,8 @@ if TYPE_CHECKING:
     from segue.kv.ranks.local_rank import Rank as Rank
     from segue.kv.ranks.local_rank import local_rank as local_rank
     from segue.kv.ranks.rank_link import RankLink as RankLink
+    from segue.kv.ranks.rank_listener import RankListener as RankListener
+    from segue.kv.ranks.rank_listener import connect_rank as connect_rank
     from segue.kv.ranks.rank_worker import RankWorker as RankWorker
     from segue.kv.ranks.worker_rank import WorkerRank as WorkerRank
     from segue.kv.session.tls import Tls as Tls
@@ -152,6 +154,7 @@ _MODULE_OF = {
         "segue.kv.protocol.ticket": "SpentTickets Ticket sign_ticket verify_ticket",
         "segue.kv.ranks.local_rank": "Rank local_rank",
         "segue.kv.ranks.rank_link": "RankLink",
+        "segue.kv.ranks.rank_listener": "RankListener connect_rank",
         "segue.kv.ranks.rank_worker": "RankWorker",
         "segue.kv.ranks.worker_rank": "WorkerRank",
         "segue.kv.session.tls": "Tls load_tls",

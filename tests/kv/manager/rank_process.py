@@ -1,6 +1,6 @@
 """One rank of a leader in a process of its own, over a pool that the test can look into.
 
-python rank_process.py LINK_FD POOL_FD < configuration (msgpack)
+python rank_process.py LINK_FD|@INVITATION POOL_FD < configuration (msgpack)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from segue.kv.layout.spec import PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.ranks.rank_link import RankLink
+from segue.kv.ranks.rank_listener import connect_rank
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.transport.memory.pool_memory import Memory, Region, host_region
 
@@ -50,7 +51,13 @@ def main() -> None:
     )
     gone = threading.Event()
     rank = local_rank(config, memory, HOST, wanted.index)
-    link = RankLink(socket.socket(fileno=int(sys.argv[1])), "the leader", limits=wanted.limits)
+    where = sys.argv[1]
+    sock = (
+        connect_rank(bytes.fromhex(where[1:]), wanted.index, 60)
+        if where.startswith("@")
+        else socket.socket(fileno=int(where))
+    )
+    link = RankLink(sock, "the leader", limits=wanted.limits)
     worker = RankWorker(rank, link, lambda _: gone.set())
     worker.start()
     gone.wait()

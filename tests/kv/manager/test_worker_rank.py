@@ -55,6 +55,7 @@ from segue.kv.protocol.messages import Metadata
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks import rank_worker
 from segue.kv.ranks.rank_link import RankLink, encode
+from segue.kv.ranks.rank_listener import RankListener
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
 from segue.kv.transport.base import Fenced
@@ -86,21 +87,34 @@ def specs(ranks: int) -> list[PoolSpec]:
 class RankProcess:
     """A rank's process, our end of its link, and its pool."""
 
-    def __init__(self, index: int, me: LeaderId, role: Role, spec: PoolSpec, transport: str, limits: Limits):
+    def __init__(
+        self,
+        index: int,
+        me: LeaderId,
+        role: Role,
+        spec: PoolSpec,
+        transport: str,
+        limits: Limits,
+        listener: RankListener | None = None,
+    ):
         self.memory: Memory = allocate(spec.nbytes)
         ours, theirs = socket.socketpair()
+        where = f"@{listener.invitation.hex()}" if listener else str(theirs.fileno())
         fd = self.memory.only.fd
         assert fd is not None
         self.process = subprocess.Popen(
-            [sys.executable, str(PROCESS), str(theirs.fileno()), str(fd)],
+            [sys.executable, str(PROCESS), where, str(fd)],
             stdin=subprocess.PIPE,
             pass_fds=(theirs.fileno(), fd),
         )
         theirs.close()
-        self.link = RankLink(ours, f"the worker of rank {index}", limits=limits)
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.msgpack.encode(Wanted(index, me, role, spec, transport, limits)))
         self.process.stdin.close()
+        if listener:
+            ours.close()
+            ours = listener.accept([index], 60)[index]
+        self.link = RankLink(ours, f"the worker of rank {index}", limits=limits)
 
     def close(self) -> None:
         self.process.kill()
@@ -111,11 +125,19 @@ class RankProcess:
 class RankedSide:
     """A manager over ranks in processes of their own."""
 
-    def __init__(self, role: Role, ranks: int, transport: str, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        role: Role,
+        ranks: int,
+        transport: str,
+        limits: Limits = LIMITS,
+        listener: RankListener | None = None,
+    ) -> None:
         self.me = LeaderId(new_incarnation())
         self.specs = specs(ranks)
         self.processes = [
-            RankProcess(i, self.me, role, spec, transport, limits) for i, spec in enumerate(self.specs)
+            RankProcess(i, self.me, role, spec, transport, limits, listener)
+            for i, spec in enumerate(self.specs)
         ]
         self.changes: queue.Queue[Change] = queue.Queue()
         self.lost: queue.Queue[SegueError] = queue.Queue()
@@ -162,12 +184,16 @@ class RankedSide:
 
 @contextmanager
 def ranked(
-    prefill_ranks: int, decode_ranks: int, transport: str, limits: Limits = LIMITS
+    prefill_ranks: int,
+    decode_ranks: int,
+    transport: str,
+    limits: Limits = LIMITS,
+    listener: RankListener | None = None,
 ) -> Iterator[tuple[RankedSide, RankedSide]]:
     with ExitStack() as stack:
         made = []
         for role, ranks in ((Role.DECODE, decode_ranks), (Role.PREFILL, prefill_ranks)):
-            side = RankedSide(role, ranks, transport, limits)
+            side = RankedSide(role, ranks, transport, limits, listener)
             stack.callback(side.close)
             side.manager.start()
             made.append(side)
@@ -249,6 +275,21 @@ def test_the_death_of_one_rank_ends_every_hand_off_of_its_leader_at_once_and_fre
         victim.wait_for(events.Release)
         assert late.error is not None
         assert late.error.code is ErrorCode.PEER_LOST
+
+
+def test_ranks_that_have_connected_by_an_invitation_hand_over_and_die_as_any_others() -> None:
+    listener = RankListener()
+    with ranked(2, 1, "shm", listener=listener) as (prefill, decode):
+        listener.close()
+        prefill.fill(np.random.default_rng(1))
+        hand_over(prefill, decode, 33, (8,))
+        sender, receiver = reserved(prefill, decode)
+        prefill.processes[1].process.kill()
+        for side, handle in ((prefill, sender), (decode, receiver)):
+            side.wait_for(events.Release)
+            assert handle.error is not None
+        assert sender.error is not None
+        assert sender.error.code is ErrorCode.PEER_LOST
 
 
 def begin_anyway(prefill: RankedSide, decode: RankedSide) -> tuple[None, KVSender, KVReceiver]:
