@@ -137,9 +137,9 @@ class RankListener:
 
 def connect_rank(invitation: bytes, rank: int, within_s: float) -> socket.socket:
     """The connected socket between this process, which has the rank `rank`, and its leader, whose
-    `RankListener` has made the `invitation`; for its `RankLink`. Each step may take `within_s` seconds. Raises
-    BootstrapUnreachable if nobody listens there, Unauthorized if a process of another user does or if we are
-    refused, and BootstrapTimeout."""
+    `RankListener` has made the `invitation`; for its `RankLink`. Each step may take `within_s` seconds.
+    Raises BootstrapUnreachable if nobody listens there, Unauthorized if a process of another user does or if
+    we are refused, and BootstrapTimeout."""
     nonce, name = invitation[:_NONCE_BYTES], invitation[_NONCE_BYTES:]
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(within_s)
