@@ -112,6 +112,7 @@ def test_a_model_may_be_named_by_its_folder_or_its_description(tmp_path: Path) -
     ("change", "fragment"),
     [
         ({"model_type": "mamba"}, "cannot tell the costs of models of type 'mamba'"),
+        ({"model_type": "lfm2"}, "type 'lfm2' (deepseek_v2, deepseek_v3, gemma3_text, llama, mistral"),
         ({"hidden_size": None}, "does not say"),
         ({"intermediate_size": "x"}, "does not say"),
     ],
