@@ -45,7 +45,7 @@ class Steady(Board):
         def told(event: Any) -> None:
             if isinstance(event, Written):
                 factor = 100 if event.peer in self.slowly else 1
-                event = replace(event, seconds=event.nbytes * self.byte_s * factor)
+                event = msgspec.structs.replace(event, seconds=event.nbytes * self.byte_s * factor)
             on_event(event)
 
         super().__init__(told, options)

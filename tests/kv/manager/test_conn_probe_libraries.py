@@ -7,6 +7,7 @@ from functools import cache
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 from test_conn_probe import choice_of, chosen_lines, met, transports_of
 from test_manager import PAGES, Side, assert_at_rest, assert_handed_over, spec
@@ -57,7 +58,7 @@ def changed(name: str, factor: float = 1.0, fails: bool = False, late: bool = Fa
         def __init__(self, on_event: EventSink, options: TransportOptions) -> None:
             def told(event: Any) -> None:
                 if isinstance(event, Written):
-                    event = replace(event, seconds=event.seconds * factor)
+                    event = msgspec.structs.replace(event, seconds=event.seconds * factor)
                 on_event(event)
 
             super().__init__(told, options)
