@@ -26,6 +26,7 @@ def calm(seed: int, *faults: Fault) -> Scenario:
     scenario = load(seed)
     scenario.features, scenario.faults = frozenset(), list(faults)
     scenario.requests = scenario.requests[:5]
+    scenario.long_rest = True
     return scenario
 
 

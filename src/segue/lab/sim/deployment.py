@@ -23,9 +23,9 @@ CHECK_EVERY = 8
 class Deployment:
     """Builds and runs one scenario. Raises `Violation` at the first invariant that does not hold."""
 
-    def __init__(self, scenario: Scenario, check_every: int = CHECK_EVERY) -> None:
+    def __init__(self, scenario: Scenario, check_every: int = CHECK_EVERY, *, records: bool = True) -> None:
         self.scenario = scenario
-        self.state = state = SimState(scenario)
+        self.state = state = SimState(scenario, records=records)
         self.world, self.network, self.timing = state.world, state.network, state.timing
         self.counts, self.struck = state.counts, state.struck
         self.asked, self.rooms = state.asked, state.rooms
@@ -57,9 +57,8 @@ class Deployment:
         world.at(1.0, None, self._sweep)
         self._until(max(longest, last) + 0.5)
         self._peace()
-        self._until(world.now + BUDGET_S + 2.0, quiet=True)
-        rest_s = BUDGET_S * 1.3 + self.timing.silence_s + 5.0
-        self._until(world.now + rest_s)
+        self._until_answered(world.now + BUDGET_S + 2.0)
+        self._rest(world.now + BUDGET_S * 1.3 + self.timing.silence_s + 5.0)
         if self._end_stuck():
             self._until(world.now + self.timing.silence_s + 5.0)
         if any(isinstance(node, KVNode) and node.exchange.sizes()["ended"] for node in self.leaders()):
@@ -97,18 +96,22 @@ class Deployment:
         process.kill()
         process.loop.die()
 
-    def _until(self, end: float, quiet: bool = False) -> None:
-        world = self.world
-        heap, step = world.heap, world.step
-        while heap and heap[0][0] <= end:
-            step()
-            if (
-                quiet
-                and not world.events % 64
-                and not any(not asked.outcome for asked in self.asked.values())
-            ):
+    def _until(self, end: float) -> None:
+        self.world.run(end)
+        self.world.now = max(self.world.now, end)
+
+    def _until_answered(self, end: float) -> None:
+        while self.world.run(end, 64):
+            if all(asked.outcome for asked in self.asked.values()):
                 return
-        world.now = max(world.now, end) if not quiet else world.now
+
+    def _rest(self, end: float) -> None:
+        """Run until `end`, or until nothing is left of any request: then nothing changes any more but what
+        the registry's watchers know."""
+        while self.world.now < end:
+            self._until(min(end, self.world.now + 1.0))
+            if not self.scenario.long_rest and not self.checks.something_left():
+                return
 
     def _sweep(self) -> None:
         self.checks.sweep()

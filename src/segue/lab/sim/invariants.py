@@ -469,15 +469,24 @@ class Checks:
         if self.reads:
             raise Violation("21", f"{len(self.reads)} hand-offs still read their source pages")
 
-    def _at_rest(self, node: NodeView) -> None:
-        self.node(node)
+    def something_left(self) -> bool:
+        """Whether a request, a hand-off or the memory of one is left anywhere."""
+        clients = any(not asked.outcome for asked in self.state.asked.values())
+        calls = any(front.alive and any(front.fleet.sizes().values()) for front in fronts(self.state))
+        return clients or calls or bool(self.reads) or any(self._held(node) for node in leaders(self.state))
+
+    def _held(self, node: NodeView) -> dict[str, int]:
+        """What a node must not hold at rest, and how much of it."""
         sizes = {f"role {k}": v for k, v in node.scheduler.sizes().items()}
         sizes |= {f"engine {k}": v for k, v in node.engine.sizes().items()}
         if isinstance(node, KVView):
             sizes |= {k: v for k, v in node.manager.sizes().items() if k != "peers"}
             sizes |= {"exposed": len(node.exposed), "grants": node.grants}
-        held = {k: v for k, v in sizes.items() if v}
-        if held:
+        return {k: v for k, v in sizes.items() if v}
+
+    def _at_rest(self, node: NodeView) -> None:
+        self.node(node)
+        if held := self._held(node):
             rooms = tuple(t.room for t in getattr(node, "handles", {}))
             raise Violation("21", f"{node.name} at rest still has {held}", rooms)
         pool, tree = node.pool, node.scheduler.cache.tree

@@ -124,13 +124,14 @@ class SimLoop(asyncio.AbstractEventLoop):
         """It stays in the world's heap and does nothing when its time comes."""
 
     def _run(self, handle: asyncio.Handle) -> None:
-        if handle._cancelled:
-            return
-        self.enter(handle._context.run, handle._callback, *handle._args)  # type: ignore[attr-defined]
+        if not handle._cancelled:
+            self.enter(handle._context.run, handle._callback, *handle._args)  # type: ignore[attr-defined]
 
     def enter(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call something as from inside the running loop."""
         before = asyncio._get_running_loop()
+        if before is self:
+            return call(*args)
         asyncio._set_running_loop(self)
         try:
             return call(*args)

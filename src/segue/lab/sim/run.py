@@ -83,7 +83,7 @@ def run_scenario(
 ) -> Outcome:
     """Run one scenario to its end, or to the first invariant that does not hold. The tables of a node are
     looked at each `check_every` turns of leaders; everything else is at each effect."""
-    deployment = Deployment(scenario, check_every)
+    deployment = Deployment(scenario, check_every, records=timeline or digest)
     world = deployment.world
     rule = text = ""
     rooms: tuple[int, ...] = ()

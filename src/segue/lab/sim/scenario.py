@@ -75,6 +75,8 @@ class Scenario:
     #: how often in a row a frontend places requests again, and how long one waits for somebody to serve it
     retry_budget: float = 10.0
     no_replica_wait_s: float = 2.0
+    #: it runs on, with nothing to do, until each watcher of the registry must know what is true
+    long_rest: bool = False
     #: how much may wait in a session for a peer that does not read
     backlog_bytes: int = 2**26
 
@@ -129,6 +131,7 @@ def make_scenario(seed: int) -> Scenario:
         requests=[],
         busy_s=busy_s,
         forgetful="short deadline" in features and rng.random() < 0.5,
+        long_rest=random.Random(f"segue rest {seed}").random() < 0.25,
         max_queue=rng.choice((16, 64, 256)) if "small pools" in features else 512,
         max_early=rng.choice((2, 8, 64)) if "small pools" in features else 1024,
     )

@@ -15,8 +15,10 @@ import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
+import numpy as np
 import xxhash
 
 from segue.engine.engine_api import (
@@ -199,13 +201,7 @@ class LineageEngine:
         self._planes = list(itertools.chain(*self._by_rank))
         self._state_mark = own ^ VALUE_MARK ^ MASK
         #: the page that each word of the pool belongs to; slots are counted on behind the pages (`touched`)
-        self.page_of_word = [0] * (nbytes // _WORD.size)
-        for places, _, _ in self._planes:
-            for slot, at in enumerate(places):
-                self.page_of_word[at // _WORD.size] = slot // spec.page_tokens
-        for slot in range(spec.slots):
-            for at in self._state_words(slot):
-                self.page_of_word[at // _WORD.size] = spec.pages + slot
+        self.page_of_word = _page_of_word(spec, tuple(self.ranks))
         self._open: dict[int, _Open] = {}
 
     # ---- sequences ---------------------------------------------------------------------------
@@ -356,12 +352,38 @@ class LineageEngine:
 
 def _planes(rank: PoolSpec, own: int, name: str) -> Iterator[tuple[list[int], int, str]]:
     """See `LineageEngine._planes`."""
-    slots = range(rank.pages * rank.page_tokens)
+    places = iter(_places(rank))
     for layer in range(rank.layer_count):
         for value in (False, True)[: rank.kinds]:
-            stride = rank.plane(layer, value).head_stride
             for head in range(rank.head_count):
                 number, of_head = rank.layer_start + layer, rank.head_start + head
-                places = [rank.offset(layer, value, slot) + head * stride for slot in slots]
                 mark = own ^ number ^ (of_head << 16) ^ (VALUE_MARK if value else 0)
-                yield places, mark, f"{name}layer {number}, {'KV'[value]}, head {of_head}"
+                yield next(places), mark, f"{name}layer {number}, {'KV'[value]}, head {of_head}"
+
+
+@lru_cache(maxsize=64)
+def _places(rank: PoolSpec) -> list[list[int]]:
+    """Where each slot of each head of each plane is. Every life of a node has the same."""
+    pages, inside = np.divmod(np.arange(rank.pages * rank.page_tokens), rank.page_tokens)
+    found: list[list[int]] = []
+    for layer in range(rank.layer_count):
+        for value in (False, True)[: rank.kinds]:
+            plane = rank.plane(layer, value)
+            first = plane.offset + pages * plane.page_stride + inside * plane.token_stride
+            found += [(first + head * plane.head_stride).tolist() for head in range(rank.head_count)]
+    return found
+
+
+@lru_cache(maxsize=64)
+def _page_of_word(spec: PoolSpec, ranks: tuple[PoolSpec, ...]) -> list[int]:
+    """See `LineageEngine.page_of_word`."""
+    found = np.zeros(ranks[0].nbytes // _WORD.size, np.int64)
+    page = np.arange(spec.pages * spec.page_tokens) // spec.page_tokens
+    for rank in ranks:
+        for places in _places(rank):
+            found[np.asarray(places) // _WORD.size] = page[: len(places)]
+    for slot in range(spec.slots):
+        at = spec.slot_offset(slot) // _WORD.size
+        found[at : at + spec.shape.state_bytes // _WORD.size] = spec.pages + slot
+    listed: list[int] = found.tolist()
+    return listed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -68,7 +69,7 @@ class CheckedExchange(Exchange):
 
     def handle(self, event: events.Event, now: float) -> list[events.Effect]:
         node = self._node
-        node.world.trace.append((node.world.now, node.name, event))
+        node.world.note(node.name, event)
         if isinstance(event, events.OpenReceiver):
             later = event.transfer.prefill.dp_rank or event.transfer.decode.dp_rank
             node.state.counts["hand-offs with a later leader of an incarnation"] += bool(later)
@@ -115,7 +116,7 @@ class SimManager(KVManager):
         node = self._sim_node
         if not node.alive:
             return
-        node.world.trace.append((node.world.now, node.name, effect))
+        node.world.note(node.name, effect)
         if any(refusal is effect for refusal in self._refusals):
             self._refusals = [refusal for refusal in self._refusals if refusal is not effect]
         else:
@@ -205,7 +206,8 @@ class SimDigester(Digester):
         mine = whole_pages(spec, range(spec.pages))
         if spec.slots:
             mine = replace(mine, state=(spec.slots_at, spec.nbytes - spec.slots_at))
-        self._mine = mine.ranges()
+        ranges = mine.ranges()
+        self._starts, self._ends = ranges[:, 0].tolist(), ranges[:, 1].tolist()
         if "full queues" in node.state.scenario.features:
             max_waiting = rng.choice((1, 4, max_waiting))
         worker = partial(SimWorker, node, self._takes_s)
@@ -243,12 +245,22 @@ class SimDigester(Digester):
 
     def _is_mine(self, effect: events.ComputeChecksum) -> None:
         """5: no rank vouches for the bytes of another."""
-        ranges, starts, ends = effect.content.ranges(), self._mine[:, 0], self._mine[:, 1]
-        around = np.searchsorted(starts, ranges[:, 0], side="right") - 1
-        elsewhere = (around < 0).any() or (ranges[:, 1] > ends[around]).any()
-        if effect.rank != self._rank or elsewhere:
+        content = effect.content
+        heads = [
+            (plane.at(slot + token, content.page_tokens), plane.head_bytes)
+            for plane in content.planes
+            for slot, tokens in content.runs
+            for token in (0, tokens - 1)
+        ]
+        if content.state is not None:
+            heads.append(content.state)
+        if effect.rank != self._rank or not all(self._holds(at, nbytes) for at, nbytes in heads):
             rank = f"rank {self._rank} of {self._node.name}"
             raise Violation("5", f"{rank} hashes for rank {effect.rank}, or what is not its own")
+
+    def _holds(self, at: int, nbytes: int) -> bool:
+        around = bisect_right(self._starts, at) - 1
+        return around >= 0 and at + nbytes <= self._ends[around]
 
     def _takes_s(self) -> float:
         """How long the next one takes, and whether it fails."""

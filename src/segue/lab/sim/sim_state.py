@@ -22,9 +22,9 @@ BUDGET_S = 20.0
 class SimState:
     """The scenario, virtual time, the network, the processes, and records of what happened."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, *, records: bool) -> None:
         self.scenario = scenario
-        self.world = World(scenario.seed)
+        self.world = World(scenario.seed, records=records)
         self.timing: Timing = scenario.timing
         self.network = Network(self.world, scenario.timing)
         self.streams = Streams(scenario.timing.latency_s)

@@ -228,19 +228,25 @@ class Socket(asyncio.Transport):
     def _feed(self, data: bytes) -> None:
         """In pieces now and then: a stream knows no messages."""
         rng = self.connection.rng
-        cuts = sorted(rng.randrange(max(1, len(data))) for _ in range(2)) if rng.random() < 0.02 else []
-        for piece in (data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)):
-            at = 0
-            if not isinstance(self.protocol, asyncio.BufferedProtocol):
-                if piece and not self.over:
-                    self.protocol.data_received(piece)
-                continue
-            while at < len(piece) and not self.over:
-                room: Any = self.protocol.get_buffer(-1)
-                size = min(len(room), len(piece) - at)
-                room[:size] = piece[at : at + size]
-                at += size
-                self.protocol.buffer_updated(size)
+        if rng.random() >= 0.02:
+            self._feed_piece(data)
+            return
+        cuts = sorted(rng.randrange(max(1, len(data))) for _ in range(2))
+        for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            self._feed_piece(data[start:end])
+
+    def _feed_piece(self, data: bytes) -> None:
+        if not isinstance(self.protocol, asyncio.BufferedProtocol):
+            if data and not self.over:
+                self.protocol.data_received(data)
+            return
+        at, end = 0, len(data)
+        while at < end and not self.over:
+            room: Any = self.protocol.get_buffer(-1)
+            size = min(len(room), end - at)
+            room[:size] = data[at : at + size]
+            at += size
+            self.protocol.buffer_updated(size)
 
     def _finish(self, error: Exception | None) -> None:
         """This end is over; its protocol hears it in the loop's next turn."""

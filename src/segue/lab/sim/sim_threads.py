@@ -16,6 +16,41 @@ class ProcessEnded(BaseException):
     """What a blocked call raises when its process is killed: nothing may catch it."""
 
 
+class _Carrier:
+    """A thread of this machine that carries one `SimThread` after another: to start one costs more."""
+
+    #: those that carry none now; as many as `SimThread`s ever lived at a time
+    idle: ClassVar[list[_Carrier]] = []
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = threading.Lock(), threading.Lock()
+        self.ours.acquire()
+        self.theirs.acquire()
+        self._work: Callable[[], None] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def take(cls, name: str, work: Callable[[], None]) -> _Carrier:
+        """One that runs `work` once `ours` is released, and releases `theirs` when it has ended."""
+        found = cls.idle.pop() if cls.idle else cls()
+        found._work, found._thread.name = work, name
+        return found
+
+    def _run(self) -> None:
+        while True:
+            self.ours.acquire()
+            assert self._work is not None
+            try:
+                self._work()
+            except BaseException:  # a bug of the simulator: this thread ends by it
+                self.theirs.release()
+                raise
+            self._work, self._thread.name = None, "idle"
+            self.idle.append(self)
+            self.theirs.release()
+
+
 class SimThread:
     """A thread of `process` that runs `call`, which must not raise."""
 
@@ -25,13 +60,10 @@ class SimThread:
     def __init__(self, process: Process, call: Callable[[], None]) -> None:
         self._process = process
         self._call = call
-        self._ours, self._theirs = threading.Lock(), threading.Lock()
-        self._ours.acquire()
-        self._theirs.acquire()
         self._waits = 0
         self._killed = False
         self.over = False
-        threading.Thread(target=self._run, name=f"sim {process.name}", daemon=True).start()
+        self._carrier: _Carrier | None = None
         process.threads.append(self)
         process.world.threads.add(self)
 
@@ -39,15 +71,18 @@ class SimThread:
         """Go on until it waits or has ended."""
         if self.over:
             return
+        if self._carrier is None:
+            self._carrier = _Carrier.take(f"sim {self._process.name}", self._run)
+        carrier = self._carrier
         before, SimThread.current = SimThread.current, self
-        self._ours.release()
-        self._theirs.acquire()
+        carrier.ours.release()
+        carrier.theirs.acquire()
         SimThread.current = before
-        if self in self._process.threads and not self._alive():
+        if self._ended() and self in self._process.threads:
             self._process.threads.remove(self)
 
-    def _alive(self) -> bool:
-        return not self.over
+    def _ended(self) -> bool:
+        return self.over
 
     def kill(self) -> None:
         """Its process is gone: what it waits for raises."""
@@ -62,8 +97,9 @@ class SimThread:
         self._waits += 1
         if seconds is not None:
             self._process.after(seconds, self._due, self._waits)
-        self._theirs.release()
-        self._ours.acquire()
+        assert self._carrier is not None
+        self._carrier.theirs.release()
+        self._carrier.ours.acquire()
         if self._killed:
             raise ProcessEnded
 
@@ -77,7 +113,6 @@ class SimThread:
             self.run()
 
     def _run(self) -> None:
-        self._ours.acquire()
         try:
             if not self._killed:
                 self._call()
@@ -86,4 +121,3 @@ class SimThread:
         finally:
             self.over = True
             self._process.world.threads.discard(self)
-            self._theirs.release()

@@ -33,7 +33,6 @@ class Streams:
         self.names: dict[bytes, Any] = {}
         self.nets: list[Any] = []
         self.ports = 40000
-        self.opened = 0
 
 
 class SocketNet(Protocol):

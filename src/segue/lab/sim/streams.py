@@ -137,10 +137,8 @@ class SimNet(Net):
         listener.net.closed(theirs._fd)  # it has a number once it is accepted
         peer: Any = listener.net
         path: Any = self.node.data_path(self.rank, peer.node, peer.rank, "tcp")
-        self.streams.opened += 1
-        rng = self.node.world.rng(f"stream {self.streams.opened}")
-        there = Flow(ours, theirs, path, rng, forward=True)
-        back = Flow(theirs, ours, path, rng, forward=False)
+        there = Flow(ours, theirs, path, path.rng, forward=True)
+        back = Flow(theirs, ours, path, path.rng, forward=False)
         ours.outward = theirs.inward = there
         ours.inward = theirs.outward = back
         path.flows.append(there)

@@ -10,6 +10,7 @@ import hashlib
 import heapq
 import random
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from segue.kv.ids import Incarnation, LeaderId
@@ -36,10 +37,12 @@ def new_leader(rng: random.Random) -> LeaderId:
 class World:
     """The event heap. `now` is true time in seconds; nodes see it through their own clocks."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, records: bool = True) -> None:
         self.seed = seed
         self.now = 0.0
         self.events = 0
+        #: whether `trace` is kept: without it a run holds far fewer objects
+        self.records = records
         #: (time, who, what): `what` is an event, effect or short text; rendered only when asked
         self.trace: list[tuple[float, str, Any]] = []
         #: what is due: (when, order, in which process, what, with what)
@@ -66,7 +69,8 @@ class World:
 
     def note(self, who: str, what: Any) -> None:
         """Remember something for the timeline."""
-        self.trace.append((self.now, who, what))
+        if self.records:
+            self.trace.append((self.now, who, what))
 
     def fail(self, failure: Exception | str) -> None:
         """Something is wrong where an error boundary of production would hide it: end the run after
@@ -76,22 +80,27 @@ class World:
 
     def step(self) -> bool:
         """Run the next event; False if there is none."""
-        if not self.heap:
-            return False
-        time, _, process, call, args = heapq.heappop(self.heap)
-        if time > self.now:
-            self.now = time
-        self.events += 1
-        if process is None:
-            call(*args)
-        elif process.alive:
-            if process.paused:
-                process.frozen.append((call, args))
-            else:
+        return self.run(inf, 1) > 0
+
+    def run(self, end: float, most: int = 1 << 62) -> int:
+        """Run what is due until `end`, at most so many events; how many those were."""
+        heap, pop, count = self.heap, heapq.heappop, 0
+        while count < most and heap and heap[0][0] <= end:
+            time, _, process, call, args = pop(heap)
+            if time > self.now:
+                self.now = time
+            count += 1
+            self.events += 1
+            if process is None:
                 call(*args)
-        if self._failure is not None:
-            raise self._failure
-        return True
+            elif process.alive:
+                if process.paused:
+                    process.frozen.append((call, args))
+                else:
+                    call(*args)
+            if self._failure is not None:
+                raise self._failure
+        return count
 
     def hasten(self, process: Process, call: Callable[..., None], when: Callable[..., float | None]) -> None:
         """What `call` is to do in `process` is due when `when` of its arguments says, if that is earlier."""
