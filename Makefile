@@ -80,7 +80,7 @@ test-oldest: $(OLDEST)/.segue-setup ## the tests of 'make test' with the lowest 
 soak: transports ## the long tests that the other two leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
 
-mutants: setup ## sabotage the hand-off, one line at a time; the simulator must catch each
+mutants: setup ## sabotage what takes effect over several nodes; the simulator must notice each
 	@$(BIN)/python tools/mutants.py --seeds 800 $(ARGS)
 
 sabotage: setup ## changes derived from the syntax tree, drawn by a seed; tests or the simulator must notice

@@ -1,11 +1,12 @@
 # ruff: noqa: T201
-"""Sabotage the production code, one line at a time, and see whether the simulator notices.
+"""A check of the simulator: it must notice each of a few sabotages of the hand-off.
 
     .venv/bin/python tools/mutants.py [--seeds N] [--only NAME …] [--jobs N] [--json FILE]
 
-Each sabotage of `mutants_table.py` is applied to a temporary copy of `src`; the working tree is never
-touched. The simulator runs seeds until one breaks an invariant. Exit status 1 if a sabotage survives, or
-if the unchanged code does not pass the same seeds.
+Each takes effect over several nodes and in time: proofs, leases, incarnations, losses, several leaders.
+Unit tests judge what a single node shows, with sabotages that `sabotage.py` derives. Each sabotage is applied to a temporary copy
+of `src`; the working tree is never touched. The simulator runs seeds until one breaks an invariant. Exit
+status 1 if a sabotage survives, or if the unchanged code does not pass the same seeds.
 """
 
 from __future__ import annotations
@@ -23,21 +24,137 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutants_table import MUTANTS, Mutant
-
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A text that occurs once in a file below `src/segue`, what replaces it, and what that breaks."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+
+
+MUTANTS = (
+    Mutant(
+        "unproven fence is a proof",
+        "kv/protocol/tally.py",
+        "        if proven:\n            self.unproven.discard(asked)",
+        "        self.unproven.discard(asked)",
+        "the answer to a fence is taken as a proof, whatever it says",
+    ),
+    Mutant(
+        "Drained before the fence",
+        "kv/protocol/sender.py",
+        "            self.fence()\n            return super().end(error, end)",
+        "            self.fence()\n            self.send(Drained(self.transfer))\n"
+        "            return super().end(error, end)",
+        "prefill promises that no write runs before it knows",
+    ),
+    Mutant(
+        "source pages not leased while written",
+        "kv/protocol/sender.py",
+        "        if self.lease is Lease.PUBLISHED:",
+        "        if False:",
+        "a failing sender forgets that the transport still reads its pages",
+    ),
+    Mutant(
+        "announced before it landed",
+        "kv/protocol/sender.py",
+        "while queue and queue[0].whole and not queue[0].in_flight and queue[0].summed:",
+        "while queue and queue[0].whole and queue[0].summed:",
+        "a chunk is announced when another one has landed",
+    ),
+    Mutant(
+        "epochs start again",
+        "kv/protocol/exchange.py",
+        "        self._last_epoch += 1\n",
+        "",
+        "an epoch is used for two hand-offs",
+    ),
+    Mutant(
+        "pages released at the abort",
+        "server/schedulers/decode.py",
+        "            entry.handle.abort(error)",
+        "            entry.handle.abort(error)\n            self.pool.release(state.pages)\n"
+        "            state.pages = []",
+        "decode takes its pages back before the peer has let go",
+    ),
+    Mutant(
+        "the end of a hand-off in flight is lost",
+        "server/instance/leader.py",
+        "        for change in waiting:\n            self._handle(change)\n",
+        "",
+        "what had to wait for the forward is forgotten after it",
+    ),
+    Mutant(
+        "a leader turns by what it held before",
+        "server/instance/leader.py",
+        "                    if self.scheduler.drained:\n",
+        "                    if True:\n",
+        "an operator's order comes after another one has resumed the leader, and requests lose their memory",
+    ),
+    Mutant(
+        "a continuation starts again",
+        "server/balance/attempts.py",
+        "            output=list(self.output),\n",
+        "            output=[],\n",
+        "the tokens that the client has are forgotten",
+    ),
+    Mutant(
+        "a pair is retried before its first half was ended",
+        "server/fleet/call.py",
+        "        self.end(error.info)\n        self._call.attempt_failed",
+        "        self._leave(*self.route.replicas)\n        self._call.attempt_failed",
+        "the half that did not fail runs on until its deadline",
+    ),
+    Mutant(
+        "a silent frontend will be back",
+        "server/instance/frontend_sessions.py",
+        "            if self.deliver is not None:\n                self.deliver(FrontendGone",
+        '            if self.deliver is not None and "silent" not in error.info.text:\n'
+        "                self.deliver(FrontendGone",
+        "only a connection that breaks ends what its frontend asked for",
+    ),
+    Mutant(
+        "a frontend's end that broke is lost",
+        "server/instance/leader.py",
+        "                    self.scheduler.frontend_gone(origin, reason, now)\n",
+        "                    pass\n",
+        "what a dead frontend asked for is generated to its end (this was a bug)",
+    ),
+    Mutant(
+        "a link is keyed without its DP rank",
+        "kv/protocol/exchange.py",
+        "        link = self._links.get(peer)\n",
+        "        same = (x for who, x in self._links.items() if who.incarnation == peer.incarnation)\n"
+        "        link = next(same, None)\n",
+        "any session with the incarnation will do",
+    ),
+    Mutant(
+        "one leader that leaves says it for all",
+        "server/registry/registry_store.py",
+        "        if entry.deserted:\n            self._remove(leader",
+        "        if True:\n            self._remove(leader",
+        "an instance leaves as a whole",
+    ),
+)
 
 #: Runs in the copy: the number of each seed as it begins, until one fails, then one line of JSON. A sabotage
 #: that makes a seed endless is caught by the CPU time it took, which a busy machine does not change.
 HUNT = """
-import json, resource, sys, segue
-resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[4]), int(sys.argv[4])))
+import json, resource, sys, time, segue
 from segue.lab.sim.run import load, run_scenario
 assert segue.__file__.startswith(sys.argv[1]), segue.__file__
 first, count = int(sys.argv[2]), int(sys.argv[3])
 hand_offs = 0
 for index in range(count):
     print(index + 1, flush=True)
+    end_s = int(time.process_time()) + int(sys.argv[4])
+    resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     outcome = run_scenario(load(first + index))
     hand_offs += outcome.counts.get("hand-offs", 0)
     if outcome.failed:
@@ -68,7 +185,7 @@ def apply(source: Path, mutant: Mutant) -> None:
 
 
 def hunt(mutant: Mutant | None, first: int, seeds: int, cpu_s: int) -> Catch:
-    """Run seeds over a copy of `src` with `mutant` in it, until one fails, for `cpu_s` of CPU time."""
+    """Run seeds over a copy of `src` with `mutant` in it, until one fails or takes `cpu_s` of CPU time."""
     with tempfile.TemporaryDirectory(prefix="segue-mutant-") as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -93,7 +210,7 @@ def main() -> int:
         "--only", nargs="*", default=[""], help="only sabotages whose name contains one of these"
     )
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--cpu-s", type=int, default=600, help="CPU time for one sabotage, in seconds")
+    parser.add_argument("--cpu-s", type=int, default=60, help="CPU time for one seed, in seconds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     mutants = [m for m in MUTANTS if any(part in m.name for part in args.only)]
@@ -109,7 +226,7 @@ def main() -> int:
             shown = f"{catch.seeds:4d} seeds  [{catch.rule}]" if catch.seeds else " SURVIVED    "
             print(f"{shown:<24} {mutant.name}: {mutant.why}", flush=True)
     longest = max((c.seeds for c in found.values()), default=0)
-    sound = hunt(None, args.first, longest, args.cpu_s * 10)
+    sound = hunt(None, args.first, longest, args.cpu_s)
     survivors = [name for name, catch in found.items() if not catch.seeds]
     caught = [c.seeds for c in found.values() if c.seeds]
     if caught:

@@ -13,7 +13,8 @@ first of these that fails or does not end:
 3. the simulator, `--sim-seeds` seeds.
 
 Each verdict is a line of `--results`, and what is judged there is not judged again: a run can be ended at any
-moment and go on later, `--lot` sabotages at a time. A change elsewhere in the code changes no draw.
+moment and go on later, `--lot` sabotages at a time. Draws and verdicts go by content, a hash of the changed
+statement and of those around it: a change elsewhere, a moved file or a new name of a class changes neither.
 
 A survivor is a missing check, or it changes nothing that anybody could see: `sabotages_harmless.txt` has
 those, with the reason. Exit status 1 if fewer than `--least` percent are caught, harmless ones left out.
@@ -34,7 +35,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mutants import HUNT
@@ -172,7 +173,7 @@ def judge(sabotage: Sabotage, recorded: Recorded, sim_seeds: int) -> Verdict:
             if status != 0:
                 return Verdict("package", _failed(status, said))
         if sim_seeds:
-            status, said = run(["-c", HUNT, str(source), "0", str(sim_seeds), "600"], source, 1800)
+            status, said = run(["-c", HUNT, str(source), "0", str(sim_seeds), "60"], source, 1800)
             last = said.strip().split("\n")[-1]
             if status != 0:
                 return Verdict("sim", f"status {status}: {last[:120]}")
@@ -190,30 +191,37 @@ def _failed(status: int, said: str) -> str:
 
 
 def draw(packages: Sequence[str], seed: int, count: int, only: str) -> list[tuple[str, Sabotage]]:
-    """`count` of all sabotages of `packages`, each as likely as every other, by their names alone."""
+    """`count` of all sabotages of `packages`, each as likely as every other, by their content alone."""
     found: list[tuple[str, Sabotage]] = []
     for package in packages:
         for path in files_of(package):
             name = str(path.relative_to(ROOT / "src" / "segue"))
             found += [(package, s) for s in sabotages(name, path.read_text()) if only in s.name]
-    found.sort(key=lambda drawn: hashlib.sha256(f"{seed} {drawn[1].name}".encode()).digest())
+    found.sort(key=lambda drawn: drawn[1].name)
+    times: Counter[str] = Counter()
+    for n, (package, sabotage) in enumerate(found):  # a few statements stand in several files
+        times[sabotage.key] += 1
+        if times[sabotage.key] > 1:
+            found[n] = package, replace(sabotage, key=f"{sabotage.key}+{times[sabotage.key]}")
+    found.sort(key=lambda drawn: hashlib.sha256(f"{seed} {drawn[1].key}".encode()).digest())
     return found[:count]
 
 
 def judged(results: Path) -> dict[str, dict[str, str]]:
-    """The verdicts so far, by the name of the sabotage; the last one of each."""
+    """The verdicts so far, by the key of the sabotage; the last one of each. Those without a key are of
+    statements that are no more."""
     if not results.exists():
         return {}
     records = [json.loads(line) for line in results.read_text().split("\n") if line]
-    return {record["name"]: record for record in records}
+    return {record["key"]: record for record in records if "key" in record}
 
 
 def harmless() -> dict[str, str]:
-    """The reasons why some sabotages change nothing that anybody could see, by their names."""
+    """The reasons why some sabotages change nothing that anybody could see, by their keys."""
     if not HARMLESS.exists():
         return {}
     lines = [line for line in HARMLESS.read_text().split("\n") if line and not line.startswith("#")]
-    return dict((part.strip() for part in line.split(" => ", 1)) for line in lines)  # type: ignore[misc]
+    return {line.partition(" ")[0]: line.rpartition(" => ")[2] for line in lines}
 
 
 def main() -> int:
@@ -232,32 +240,41 @@ def main() -> int:
     drawn = draw([p for p in args.packages if files_of(p)], args.seed, args.count, args.only)
     if args.list:
         for _, sabotage in drawn:
-            print(sabotage.name, "|", sabotage.change)
+            print(sabotage.key, sabotage.name, "|", sabotage.change)
         return 0
     results: Path = args.results or ROOT / "bench" / "results" / f"sabotage-{args.seed}.jsonl"
     known, lock = judged(results), threading.Lock()
-    lot = [(package, s) for package, s in drawn if s.name not in known][: args.lot]
+    lot = [(package, s) for package, s in drawn if s.key not in known][: args.lot]
     recorded = {package: Recorded(package) for package in sorted({package for package, _ in lot})}
 
     def work(package: str, sabotage: Sabotage) -> None:
         verdict = judge(sabotage, recorded[package], args.sim_seeds)
-        record = {"name": sabotage.name, "package": package, "change": sabotage.change, **asdict(verdict)}
+        record = {
+            "key": sabotage.key,
+            "name": sabotage.name,
+            "package": package,
+            "change": sabotage.change,
+            **asdict(verdict),
+        }
         with lock, results.open("a") as file:
             file.write(json.dumps(record) + "\n")
-            print(f"{verdict.by:<9}{sabotage.name} | {sabotage.change} | {verdict.text}", flush=True)
+            print(
+                f"{verdict.by:<9}{sabotage.key} {sabotage.name} | {sabotage.change} | {verdict.text}",
+                flush=True,
+            )
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda pair: work(*pair), lot))
     known, reasons = judged(results), harmless()
-    verdicts = [(s, known[s.name]["by"]) for _, s in drawn if s.name in known]
-    left = [s for s, by in verdicts if by == "survived" and s.name.strip() not in reasons]
+    verdicts = [(s, known[s.key]["by"]) for _, s in drawn if s.key in known]
+    left = [s for s, by in verdicts if by == "survived" and s.key not in reasons]
     by = Counter("harmless" if by == "survived" and s not in left else by for s, by in verdicts)
     counted = len(verdicts) - by["harmless"]
     percent = 100.0 * (counted - len(left)) / max(1, counted)
     print(f"seed {args.seed}: {counted - len(left)} of {counted} caught ({percent:.1f} %): {dict(by)}")
     print(f"{len(verdicts)} of {len(drawn)} judged")
     for survivor in left:
-        print(f"survived: {survivor.name} | {survivor.change}")
+        print(f"survived: {survivor.key} {survivor.name} | {survivor.change}")
     return 0 if percent >= args.least else 1
 
 

@@ -17,7 +17,9 @@ What only writes a log, a metric's help or a text of an error is left alone.
 from __future__ import annotations
 
 import ast
+import hashlib
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,10 +36,12 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Sabotage:
-    """One change. `name` tells it from all others and survives changes elsewhere in the file; `lines` are
-    those it changes, `change` shows it."""
+    """One change. `name` is for people. `key` is made of the change and of the statements around it, so that
+    verdicts outlive a move of the file and new names of classes and functions; `lines` are those it changes,
+    `change` shows it."""
 
     name: str
+    key: str
     file: str
     lines: tuple[int, ...]
     change: str
@@ -68,6 +72,23 @@ class _File:
             self.starts.append(self.starts[-1] + len(line) + 1)
         self.tree = ast.parse(text)
         self.count: dict[str, int] = defaultdict(int)
+        self.context: dict[int, list[str]] = {}
+        self._read_contexts(self.tree, "")
+
+    def _read_contexts(self, owner: ast.AST, header: str) -> None:
+        """For each node: the line of its statement, of those before and after it, and of their block
+        (but for the names of functions and classes), as `ast.unparse` writes them."""
+        for body in (
+            getattr(owner, field, None) for field in ("body", "orelse", "handlers", "cases", "finalbody")
+        ):
+            if not isinstance(body, list):
+                continue
+            shown = ["", *(ast.unparse(each).partition("\n")[0] for each in body), ""]
+            for n, each in enumerate(body):
+                named = isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                self._read_contexts(each, "" if named else shown[n + 1])
+                for node in ast.walk(each):
+                    self.context.setdefault(id(node), [header, *shown[n : n + 3]])
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None
@@ -81,12 +102,18 @@ class _File:
 
     def make(self, operator: str, scope: str, node: ast.AST, what: str, *edits: Edit) -> Sabotage:
         shown = " ".join(what.split())
-        name = f"{self.name}:{scope}:{operator}:{shown[:90]}"
-        self.count[name] += 1
-        if self.count[name] > 1:
-            name += f" #{self.count[name]}"
+        name = self._numbered(f"{self.name}:{scope}:{operator}:{shown[:90]}", " #")
+        # Without blanks: how a statement is laid out changes nothing.
+        made = ["".join(part.split()) for part in (what, *(edit.new for edit in edits))]
+        content = json.dumps([operator, made, self.context[id(node)]])
+        key = self._numbered(hashlib.sha256(content.encode()).hexdigest()[:16], "-")
         first, last = node.lineno, node.end_lineno  # type: ignore[attr-defined]
-        return Sabotage(name, self.name, tuple(range(first, last + 1)), f"{operator}: {shown[:160]}", edits)
+        lines = tuple(range(first, last + 1))
+        return Sabotage(name, key, self.name, lines, f"{operator}: {shown[:160]}", edits)
+
+    def _numbered(self, name: str, sign: str) -> str:
+        self.count[name] += 1
+        return name if self.count[name] == 1 else f"{name}{sign}{self.count[name]}"
 
 
 def sabotages(name: str, text: str) -> list[Sabotage]:

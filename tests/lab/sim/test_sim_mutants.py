@@ -24,18 +24,22 @@ def tool(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def mutants() -> ModuleType:
-    tool("mutants_table")
     return tool("mutants")
+
+
+@pytest.fixture(scope="module")
+def sabotages() -> ModuleType:
+    return tool("sabotages")
 
 
 def test_each_sabotage_names_one_place(mutants: ModuleType) -> None:
     table = mutants.MUTANTS
-    assert len(table) >= 30
+    assert len(table) >= 12
     assert len({m.name for m in table}) == len(table)
     for mutant in table:
         text = (ROOT / "src" / "segue" / mutant.file).read_text()
         times = text.count(mutant.old)
-        assert times == 1, f"{mutant.name}: occurs {times} times in {mutant.file}; bring the table up to date"
+        assert times == 1, f"{mutant.name}: occurs {times} times in {mutant.file}; bring it up to date"
         assert mutant.new != mutant.old
         compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
 
@@ -60,6 +64,42 @@ def test_a_sabotage_without_end_is_caught_at_its_seed(mutants: ModuleType) -> No
     )
     catch = mutants.hunt(late, 0, 10, 12)
     assert (catch.seeds, catch.rule) == (3, "hang")
+
+
+ORIGINAL = """
+class Pool:
+    def release(self, pages):
+        self.check(pages)
+        if len(pages) > self.free:
+            raise ValueError
+        self.free += len(pages)
+"""
+MOVED = """
+import itertools
+
+class PagePool(Base):
+    @override
+    def give_back(
+        self, pages
+    ):
+        self.check( pages )
+        if len(pages) > self.free:
+            raise ValueError
+        self.free += len(
+            pages)
+"""
+OTHER_NEIGHBOUR = ORIGINAL.replace("self.check(pages)", "self.verify(pages)")
+
+
+def test_a_sabotage_is_known_again_in_another_file_under_other_names(sabotages: ModuleType) -> None:
+    """A verdict is of the changed statement and those around it."""
+    keys = [each.key for each in sabotages.sabotages("kv/pool.py", ORIGINAL)]
+    assert len(keys) == len(set(keys)) > 4
+    assert [each.key for each in sabotages.sabotages("engine/pages.py", MOVED)] == keys
+    changed = [each.key for each in sabotages.sabotages("kv/pool.py", OTHER_NEIGHBOUR)]
+    still = [key in changed for key in keys]
+    assert any(still)
+    assert not all(still)
 
 
 #: Endless in the third seed.
