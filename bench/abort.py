@@ -34,7 +34,7 @@ class Aborts(Pair):
         with self.changed:  # wait, but wake up early if the hand-off ends by itself
             self.changed.wait_for(lambda: ("decode", "SUCCESS", room) in self.news, after_s)
         if side == "decode":
-            self.note("decode", Say("aborted", room, self.decode.abort(self.transfer(room))))
+            self.note("decode", Say("aborted", room, self.decode.abort(room)))
         else:
             self.order("abort", room)
         other = "prefill" if side == "decode" else "decode"

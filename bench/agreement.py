@@ -21,21 +21,20 @@ from torch._C._distributed_c10d import FileStore
 
 from recorded import commit, quantile
 from segue.kv.agreement import Agreement
-from segue.kv.clock import Clock, VirtualClock
-from segue.kv.handles import KVSender
-from segue.kv.ids import Incarnation, LeaderId, TransferId
+from segue.kv.clock import VirtualClock
+from segue.kv.handles import Handles, KVSender
+from segue.kv.ids import RoomKey
 from segue.kv.protocol.events import Event
 from segue.kv.torch_group import TorchGroup
 
 
-class Owner:
-    """Of handles that nothing happens to."""
+class Owner(Handles):
+    """The owner of handles that nothing happens to."""
 
-    clock: Clock = VirtualClock()
+    def __init__(self) -> None:
+        super().__init__(VirtualClock())
 
     def post(self, *batch: Event) -> None: ...
-
-    def forget(self, transfer: TransferId) -> None: ...
 
 
 def rank(store: str, number: int, size: int, polls: int) -> None:
@@ -43,12 +42,12 @@ def rank(store: str, number: int, size: int, polls: int) -> None:
     torch.set_num_threads(1)
     group = TorchGroup(FileStore(store, size), "bench", number, size, timeout_s=60)
     agreement = Agreement(group)
-    leader = LeaderId(Incarnation("a" * 32))
+    owner = Owner()
     found = {}
     for count in (0, 10, 500, 5000):
         rooms = random.Random(count).sample(range(1, 2**62), count)
         random.Random(number).shuffle(rooms)
-        handles = {room: KVSender(Owner(), TransferId(room, 0, leader, leader)) for room in rooms}
+        handles = {room: KVSender(owner, RoomKey(room)) for room in rooms}
         times: dict[str, list[float]] = {"keyed": [], "positional": []}
         for _ in range(polls):
             began = time.perf_counter()

@@ -17,13 +17,12 @@ import msgspec
 
 from segue.kv.config import KVConfig
 from segue.kv.errors import AbortedByClient
-from segue.kv.handles import Change, KVReceiver, KVSender
-from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.kv.handles import KVReceiver, KVSender
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, RoomKey, Span
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import Metadata
 from segue.kv.transport.memory.pool_memory import allocate
 
 
@@ -102,31 +101,32 @@ class Half:
         )
         self.me = config.me
         self.manager = KVManager(config, self.memory, self._changed)
-        self.handles: dict[TransferId, KVSender | KVReceiver] = {}
 
-    def open(self, transfer: TransferId) -> None:
+    def open(self, room: int, peer: LeaderId) -> None:
         """Begin this side's half."""
-        make = self.manager.sender if self.role is Role.PREFILL else self.manager.receiver
-        handle = self.handles[transfer] = make(transfer)
-        handle.init(self.work.tokens(transfer.room), self.work.budget_s)
+        key, tokens, budget_s = RoomKey(room), self.work.tokens(room), self.work.budget_s
+        if self.role is Role.PREFILL:
+            self.manager.expect(key, tokens, budget_s, decode=peer)
+        else:
+            self.manager.receive(key, peer, tokens, budget_s)
 
-    def abort(self, transfer: TransferId) -> float:
+    def abort(self, room: int) -> float:
         """End it; when that was asked for."""
         at = time.monotonic()
-        handle = self.handles.get(transfer)
+        handle = self.manager.handles.get(RoomKey(room))
         if handle is not None:
-            handle.abort(AbortedByClient("left", room=transfer.room).info)
+            handle.abort(AbortedByClient("left", room=room).info)
         return at
 
-    def _changed(self, change: Change) -> None:
+    def _changed(self, change: events.Change) -> None:
         """On the I/O thread: the next step of this half."""
-        handle = self.handles.get(change.transfer)
+        handle = self.manager.handles.get(change.key)
         if handle is None:
             return
-        room = change.transfer.room
+        room = change.key.room
         match change:
             case events.Phase(phase=KVPoll.WAITING_FOR_INPUT) if isinstance(handle, KVReceiver):
-                handle.send_metadata(self.work.pages_of(room))
+                handle.publish(self.work.pages_of(room))
             case events.Phase(phase=KVPoll.WAITING_FOR_INPUT) if isinstance(handle, KVSender):
                 if room < self.work.held_from:
                     self._send(handle, 0)
@@ -136,7 +136,6 @@ class Half:
                 self.tell(Say(phase.name, room, time.monotonic()))
             case events.Release():
                 handle.clear()
-                self.handles.pop(change.transfer, None)
                 self.tell(Say("released", room, time.monotonic()))
             case _:
                 pass
@@ -146,10 +145,9 @@ class Half:
         work = self.work
         end = start + work.chunk_tokens
         last = end == work.prompt_tokens
-        metadata = Metadata(transfer=handle.transfer, prompt_tokens=work.prompt_tokens, first_token=1)
         if handle.poll().terminal:
             return
-        handle.send(Span(start, end), range(work.pages), metadata if last else None)
+        handle.send(Span(start, end), range(work.pages), b"1" if last else None)
         if not last:
             self.manager.io.loop.call_later(work.forward_s, self._send, handle, end)
 
@@ -179,11 +177,10 @@ def child(work: Work) -> None:
             case "cost":
                 tell(Say("cost", order.room, time.process_time(), [str(resident_bytes())]))
             case kind:
-                transfer = TransferId(order.room, 0, half.me, leader(order.words[0]))
                 if kind == "open":
-                    half.open(transfer)
+                    half.open(order.room, leader(order.words[0]))
                 else:
-                    tell(Say("aborted", order.room, half.abort(transfer)))
+                    tell(Say("aborted", order.room, half.abort(order.room)))
     half.close()
 
 
@@ -230,10 +227,6 @@ class Pair:
             )
             return self.news[key]
 
-    def transfer(self, room: int) -> TransferId:
-        """The hand-off of this room."""
-        return TransferId(room, 0, self.prefill, self.decode.me)
-
     def order(self, kind: str, room: int = 0) -> None:
         """Have the prefill process do this."""
         assert self.process.stdin is not None
@@ -244,7 +237,7 @@ class Pair:
     def open(self, room: int) -> None:
         """Begin a hand-off on both sides."""
         self.order("open", room)
-        self.decode.open(self.transfer(room))
+        self.decode.open(room, self.prefill)
 
     def close(self) -> None:
         """End both processes' leaders."""

@@ -59,7 +59,7 @@ class PrefillRendezvous(Pair):
             self.wait("prefill", "held", room)
         gone, self.held = self.held[count:], self.held[:count]
         for room in gone:
-            self.decode.abort(self.transfer(room))
+            self.decode.abort(room)
         for room in gone:
             for side in SIDES:
                 self.wait(side, "released", room)

@@ -16,15 +16,13 @@ COMPUTED = (np.arange(SPEC.nbytes // 2) % 2039).astype(np.float16)  # what a mod
 transport, *told = sys.argv[1:] or ["shm"]
 room, *names = told or (str(kv.new_room()), kv.new_incarnation(), kv.new_incarnation())
 prefill, decode = (kv.LeaderId(kv.Incarnation(name)) for name in names)
-transfer = kv.TransferId(int(room), 0, prefill, decode)
+key, claim = kv.RoomKey(int(room)), b"a digest of the prompt"
 role, me = (kv.Role.PREFILL, prefill) if told else (kv.Role.DECODE, decode)
 memory, changes = kv.allocate(SPEC.nbytes), queue.Queue()
 pool = np.frombuffer(memory.buffer, dtype=np.float16)
 config = kv.KVConfig(role=role, model="demo", spec=SPEC, transports=[transport], me=me)
 manager = kv.KVManager(config, memory, on_change=changes.put)
 _host, port = manager.start()
-handle = manager.sender(transfer) if role is kv.Role.PREFILL else manager.receiver(transfer)
-handle.init(TOKENS, budget_s=60)
 
 
 def wait(handle, phase):
@@ -36,10 +34,8 @@ def wait(handle, phase):
 if role is kv.Role.PREFILL:  # the child: decode starts this file again
     pool[:] = COMPUTED
     print(port, flush=True)
-    wait(handle, kv.KVPoll.WAITING_FOR_INPUT)  # decode has said where to write
-    handle.send(
-        kv.Span(0, TOKENS), PAGES, kv.Metadata(transfer=transfer, prompt_tokens=TOKENS, first_token=42)
-    )
+    handle = manager.expect(key, TOKENS, budget_s=60, claim=claim)
+    handle.send(kv.Span(0, TOKENS), PAGES, metadata=b"first token 42")  # it leaves once decode says where to
     wait(handle, kv.KVPoll.SUCCESS)
     handle.clear()
     sys.stdin.read()  # decode ends first, so that it does not dial a peer that has left
@@ -48,10 +44,11 @@ else:
     command = [sys.executable, __file__, transport, room, *names]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as child:
         manager.add_peer(prefill, "127.0.0.1", int(child.stdout.readline()))
+        handle = manager.receive(key, prefill, TOKENS, budget_s=60, claim=claim)
         wait(handle, kv.KVPoll.WAITING_FOR_INPUT)
-        handle.send_metadata(PAGES)
+        handle.publish(PAGES)
         wait(handle, kv.KVPoll.SUCCESS)
         found = "equal" if np.array_equal(pool, COMPUTED) else "DIFFERENT"
-        print(f"first token {handle.metadata.first_token}, KV {found}")
+        print(f"{handle.metadata.decode()}, KV {found}")
         handle.clear()
         manager.close()

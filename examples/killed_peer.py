@@ -21,12 +21,11 @@ from segue.kv import (
     KVPoll,
     KVShape,
     LeaderId,
-    Metadata,
     PoolSpec,
     Release,
     Role,
+    RoomKey,
     Span,
-    TransferId,
     allocate,
     new_room,
 )
@@ -57,33 +56,31 @@ class Worker:
         while not done():
             change = self.changes.get(timeout=60)
             if isinstance(change, Release):
-                self.released.add(change.transfer)
+                self.released.add(change.key)
 
     def hand_off(self, room, peer, halfway):
         """One hand-off with `peer`; `halfway()` is called in the middle. Returns its handle."""
         them = LeaderId(Incarnation(peer[0]))
         pages = [self.free.pop() for _ in range(COUNT)]
         if self.role is Role.PREFILL:
-            handle = self.manager.sender(TransferId(room, 0, self.me, them))
+            handle = self.manager.expect(RoomKey(room), TOKENS, budget_s=30, decode=them)
         else:
             self.manager.add_peer(them, *peer[1:])
-            handle = self.manager.receiver(TransferId(room, 0, them, self.me))
-        handle.init(TOKENS, budget_s=30)
+            handle = self.manager.receive(RoomKey(room), them, TOKENS, budget_s=30)
         self.wait(lambda: handle.poll() not in (KVPoll.BOOTSTRAPPING, KVPoll.TRANSFERRING))
         if self.role is Role.PREFILL:
             self.pool[:, :, pages] = COMPUTED
             handle.send(Span(0, HALF), pages)
             halfway()
-            metadata = Metadata(transfer=handle.transfer, prompt_tokens=TOKENS, first_token=42)
-            handle.send(Span(HALF, TOKENS), pages, metadata)
+            handle.send(Span(HALF, TOKENS), pages, metadata=b"first token 42")
         else:
-            handle.send_metadata(pages)
+            handle.publish(pages)
             halfway()
         self.wait(lambda: handle.poll().terminal)
         if self.role is Role.DECODE and handle.poll() is KVPoll.SUCCESS:
             assert np.array_equal(self.pool[:, :, pages], COMPUTED)
-        self.wait(lambda: handle.transfer in self.released)
-        self.released.discard(handle.transfer)
+        self.wait(lambda: handle.key in self.released)
+        self.released.discard(handle.key)
         self.free.update(pages)
         handle.clear()
         self.manager.remove_peer(

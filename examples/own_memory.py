@@ -8,7 +8,7 @@ import queue
 
 import numpy as np
 
-from segue.kv import KVConfig, KVManager, KVPoll, KVShape, Metadata, Role, Span, TransferId, new_room, pool_of
+from segue.kv import KVConfig, KVManager, KVPoll, KVShape, Role, RoomKey, Span, new_room, pool_of
 
 LAYERS, PAGES, SIZE, HEADS, DIM, TOKENS = 4, 32, 16, 8, 64, 300
 SHAPE = KVShape(layers=LAYERS, kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype="float16", item_bytes=2)
@@ -37,17 +37,15 @@ class Engine:
 
 prefill, decode = Engine(Role.PREFILL, theirs), Engine(Role.DECODE, ours)
 decode.manager.add_peer(prefill.me, *prefill.address)
-transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-sender, receiver = prefill.manager.sender(transfer), decode.manager.receiver(transfer)
-sender.init(TOKENS, budget_s=60)
-receiver.init(TOKENS, budget_s=60)
+room, claim = RoomKey(new_room()), b"a digest of the prompt"
+sender = prefill.manager.expect(room, TOKENS, budget_s=60, claim=claim)
+receiver = decode.manager.receive(room, prefill.me, TOKENS, budget_s=60, claim=claim)
 
 count = -(-TOKENS // SIZE)
 from_pages, to_pages = range(3, 3 + count), range(count, 0, -1)  # any pages, in any order
 decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
-receiver.send_metadata(to_pages)
-prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-sender.send(Span(0, TOKENS), from_pages, Metadata(transfer=transfer, prompt_tokens=TOKENS, first_token=42))
+receiver.publish(to_pages)
+sender.send(Span(0, TOKENS), from_pages, metadata=b"the first token, and what else decode needs")
 decode.wait(receiver, KVPoll.SUCCESS)
 prefill.wait(sender, KVPoll.SUCCESS)
 

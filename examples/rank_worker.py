@@ -62,15 +62,12 @@ def leader():
         decode.start()
         decode.add_peer(me, *address)
 
-        transfer = kv.TransferId(kv.new_room(), 0, me, config.me)
-        sender, receiver = prefill.sender(transfer), decode.receiver(transfer)
-        for handle in (sender, receiver):
-            handle.init(TOKENS, budget_s=60)
+        room = kv.RoomKey(kv.new_room())
+        sender = prefill.expect(room, TOKENS, budget_s=60)
+        sender.send(kv.Span(0, TOKENS), PAGES, metadata=b"")  # every rank sends its heads
+        receiver = decode.receive(room, me, TOKENS, budget_s=60)
         wait(receiver, received, kv.KVPoll.WAITING_FOR_INPUT)
-        receiver.send_metadata(PAGES)
-        wait(sender, sent, kv.KVPoll.WAITING_FOR_INPUT)
-        told = kv.Metadata(transfer=transfer, prompt_tokens=TOKENS, first_token=42)
-        sender.send(kv.Span(0, TOKENS), PAGES, told)  # every rank sends its heads
+        receiver.publish(PAGES)
         wait(receiver, received, kv.KVPoll.SUCCESS)
         wait(sender, sent, kv.KVPoll.SUCCESS)
         equal = np.array_equal(pool, np.concatenate([computed(0), computed(1)], axis=4))

@@ -19,12 +19,11 @@ from segue.kv import (
     KVManager,
     KVPoll,
     KVShape,
-    Metadata,
     Role,
+    RoomKey,
     Span,
     TorchGroup,
     TransferFailed,
-    TransferId,
     pool_of,
 )
 
@@ -57,11 +56,10 @@ def run(rank, store):
 
     # Requests may reach the ranks in any order: nothing below depends on it.
     rooms = list(ROOMS) if rank == 0 else list(reversed(ROOMS))
-    transfers = {room: TransferId(room, 0, prefill.me, decode.me) for room in rooms}
-    senders = {room: prefill.manager.sender(transfer) for room, transfer in transfers.items()}
-    receivers = {room: decode.manager.receiver(transfer) for room, transfer in transfers.items()}
-    for handle in (*senders.values(), *receivers.values()):
-        handle.init(TOKENS, budget_s=60)
+    senders = {room: prefill.manager.expect(RoomKey(room), TOKENS, budget_s=60) for room in rooms}
+    receivers = {
+        room: decode.manager.receive(RoomKey(room), prefill.me, TOKENS, budget_s=60) for room in rooms
+    }
     pages = {room: range(COUNT * (room - 1), COUNT * room) for room in rooms}
 
     published, running, failed, free = set(), [], {}, set()
@@ -69,7 +67,7 @@ def run(rank, store):
         # One step of the scheduler. Every rank polls in every step, whatever it holds.
         for room, agreed in agreement.poll(receivers).items():
             if agreed.phase is KVPoll.WAITING_FOR_INPUT and room not in published:
-                receivers[room].send_metadata(pages[room])
+                receivers[room].publish(pages[room])
                 published.add(room)
             elif agreed.phase is KVPoll.SUCCESS:
                 running.append(room)
@@ -86,8 +84,7 @@ def run(rank, store):
             if sender.poll() is KVPoll.WAITING_FOR_INPUT:
                 if (room, rank) == (FAILS, 1):
                     sender.abort(TransferFailed("the cable of rank 1 is broken", room=room).info)
-                told = Metadata(transfer=sender.transfer, prompt_tokens=TOKENS, first_token=room)
-                sender.send(Span(0, TOKENS), pages[room], told)
+                sender.send(Span(0, TOKENS), pages[room], metadata=b"")
                 del senders[room]
 
     equal = all(np.array_equal(received[:, :, p], computed[:, :, p]) for p in map(pages.get, running))

@@ -129,9 +129,8 @@ MUTANTS = (
     Mutant(
         "a link is keyed without its DP rank",
         "kv/protocol/exchange.py",
-        "        link = self._links.get(peer)\n",
-        "        same = (x for who, x in self._links.items() if who.incarnation == peer.incarnation)\n"
-        "        link = next(same, None)\n",
+        "            self._links.get(peer),\n",
+        "            next((x for who, x in self._links.items() if who.incarnation == peer.incarnation), None),\n",
         "any session with the incarnation will do",
     ),
     Mutant(

@@ -149,7 +149,7 @@ def _answer(data: bytes) -> str:
             return httpx.Response(status, content=data[1:])
 
         client = RegistryClient("http://127.0.0.1:1", secret=b"s" * 16, limits=Limits())
-        door: Any = client._backend
+        door: Any = client.backend
         await door._client.aclose()
         door._client = BoundedClient(base_url="http://127.0.0.1:1", transport=httpx.MockTransport(reply))
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from fuzz_mutate import msgpack
 from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
 from segue.engine.request import Grammar, Output, Request, SamplingParams, Usage
-from segue.kv.errors import DECODE_ERRORS, ErrorCode, ErrorInfo
+from segue.kv.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, InvalidRequest
 from segue.kv.ids import FinishReason, Incarnation, LeaderId, Role, Span, TransferId
 from segue.kv.layout.planner import plan_pair
 from segue.kv.limits import Limits
@@ -26,6 +27,7 @@ from segue.kv.protocol.messages import (
     Accepted,
     ChunkPosted,
     Committed,
+    Declined,
     Destination,
     Drained,
     Failed,
@@ -46,7 +48,8 @@ from segue.server.schedulers.unified import UnifiedScheduler
 
 SECRET = b"a secret of the tests"
 P, D, F = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)), Incarnation("f" * 32)
-TRANSFER = TransferId(7, 0, P, D)
+TRANSFER, SECOND = TransferId(7, 0, P, D), TransferId(7, 1, P, D)
+CLAIM = b"the prompt and the weights"
 BROKEN = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, text="it broke", room=7, retryable=True)
 SPEC = lineage_spec(32, 4)
 PLAN = plan_pair([SPEC], [SPEC])
@@ -94,30 +97,29 @@ def _message_seeds() -> list[bytes]:
         ChunkPosted(
             transfer=TRANSFER, source=0, target=0, sequence=1, span=Span(8, 10), nbytes=16, final=True
         ),
-        Metadata(
-            transfer=TRANSFER,
-            prompt_tokens=10,
-            first_token=3,
-            prompt_hash=5,
-            first_logprob=TokenLogprob(3, -0.5, [(3, -0.5)]),
-            computed=10,
-            chunks=2,
-            timeline={"queue": 0.1},
-        ),
+        Metadata(transfer=TRANSFER, prompt_tokens=10, content=b"what the engine says"),
+        Declined(TRANSFER, BROKEN, CLAIM),
         Committed(TRANSFER),
         Failed(TRANSFER, BROKEN),
         Abort(TRANSFER),
         Drained(TRANSFER),
         Gone(TRANSFER),
     ]
-    return [encode(m) for m in messages] + [encode(_destination())]
+    destination = _destination()
+    second = {"transfer": SECOND, "epoch": destination.epoch + 1}
+    destinations = [
+        destination,
+        msgspec.structs.replace(destination, **second, replaces=0),
+        msgspec.structs.replace(destination, **second, inferred=True),
+    ]
+    return [encode(m) for m in (*messages, *destinations)]
 
 
 @cache
-def _destination() -> HandoffMessage:
+def _destination() -> Destination:
     """The real one: what a decode exchange sends."""
     exchange = _exchange(Role.DECODE, P)
-    exchange.handle(events.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
+    exchange.handle(events.Publish(TRANSFER.received_as, (0, 1, 2), 0), 0.1)
     effects = exchange.handle(events.Granted(TRANSFER, 0), 0.1)
     return next(
         e.message for e in effects if isinstance(e, events.Send) and isinstance(e.message, Destination)
@@ -128,28 +130,46 @@ def _exchange(role: Role, peer: LeaderId) -> Exchange:
     me = P if role is Role.PREFILL else D
     exchange = Exchange(role, me, f"{role.value} x", Limits(), "fake")
     exchange.handle(events.PeerUp(peer, PLAN, "fake"), 0.0)
-    opened: events.Event = (
-        events.OpenSender(TRANSFER, 10, 50.0)
-        if role is Role.PREFILL
-        else events.OpenReceiver(TRANSFER, 10, 50.0)
-    )
-    exchange.handle(opened, 0.0)
+    if role is Role.DECODE:
+        opening = events.OpenReceiver(
+            key=TRANSFER.received_as, prefill=peer, prompt_tokens=10, deadline=50.0, claim=CLAIM
+        )
+        exchange.handle(opening, 0.0)
     return exchange
+
+
+def _expect(exchange: Exchange, now: float, **options: Any) -> None:
+    """Prefill's engine opens the room; all of its KV is there already."""
+    room = TRANSFER.sent_as
+    with suppress(InvalidRequest):  # decode's words may have closed it
+        exchange.handle(
+            events.ExpectRoom(key=room, prompt_tokens=10, deadline=50.0, claim=CLAIM, **options), now
+        )
+        exchange.handle(events.SendChunk(room, Span(0, 10), (0, 1, 2)), now)
 
 
 def _prefill(data: bytes) -> str:
     exchange = _exchange(Role.PREFILL, D)
+    _expect(exchange, 0.0, decode=D)
     exchange.handle(events.Received(D, _destination()), 0.1)
     return _deliver(exchange, D, data)
 
 
+def _rooms(data: bytes) -> str:
+    """The same words before the engine's request, and in a room that waits for the next attempt."""
+    exchange = _exchange(Role.PREFILL, D)
+    told = _deliver(exchange, D, data, over=False)
+    _expect(exchange, 0.2, retain_s=20.0)
+    return f"{told} | {_deliver(exchange, D, data)}"
+
+
 def _decode(data: bytes) -> str:
     exchange = _exchange(Role.DECODE, P)
-    exchange.handle(events.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
+    exchange.handle(events.Publish(TRANSFER.received_as, (0, 1, 2), 0), 0.1)
     return _deliver(exchange, P, data)
 
 
-def _deliver(exchange: Exchange, peer: LeaderId, data: bytes) -> str:
+def _deliver(exchange: Exchange, peer: LeaderId, data: bytes, *, over: bool = True) -> str:
     """Up to three messages, each a msgpack value after the other."""
     told = []
     for piece in data.split(b"\xc1")[:3]:  # a byte that msgpack never uses
@@ -162,7 +182,7 @@ def _deliver(exchange: Exchange, peer: LeaderId, data: bytes) -> str:
         exchange.check_integrity()
         told.append(" ".join([type(message).__name__, *(type(e).__name__ for e in effects)]))
     assert exchange.counters["internal_errors"] == 0, "a peer's message hit a bug"
-    for effects_of in (events.PeerDown(peer, BROKEN), events.Tick()):
+    for effects_of in (events.PeerDown(peer, BROKEN), events.Tick()) if over else ():
         exchange.handle(effects_of, 60.0)
     exchange.check_integrity()
     return " | ".join(told)
@@ -273,6 +293,7 @@ def _outputs_seeds() -> list[bytes]:
 TARGETS: list[Target] = [
     Target("join", _hellos, _join, msgpack),
     Target("handoff_prefill", _message_seeds, _prefill, msgpack),
+    Target("handoff_rooms", _message_seeds, _rooms, msgpack),
     Target("handoff_decode", _message_seeds, _decode, msgpack),
     Target("submit", _submit_seeds, _submit, msgpack),
     Target("ticket", _ticket_seeds, _ticket_guard, msgpack),

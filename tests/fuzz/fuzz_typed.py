@@ -56,10 +56,16 @@ def some_of(parts: Iterable[st.SearchStrategy[str]], most: int = 8) -> Bytes:
 
 # ---- behind and before a session ------------------------------------------------------------------
 
-_transfer = st.just(list(msgspec.to_builtins(fuzz_peers.TRANSFER)))
+_transfer = st.sampled_from(
+    [
+        list(msgspec.to_builtins(each))
+        for each in (fuzz_peers.TRANSFER, fuzz_peers.TRANSFER, fuzz_peers.SECOND)
+    ]
+)
 #: Mostly of the hand-off that is open: what is for another one is dropped at the door.
 _OURS = _transfer | _transfer | _transfer | Types().of(TransferId)
-PEERS = Types(known={TransferId: _OURS})
+_CLAIMS = st.just(fuzz_peers.CLAIM) | st.just(b"") | st.binary(max_size=70)
+PEERS = Types(known={TransferId: _OURS}, fields={"claim": _CLAIMS})
 FRAMES = Types()
 
 _specs = st.sampled_from(
@@ -203,6 +209,7 @@ TYPED: dict[str, Bytes] = {
     "report": JSON.encoded(Ready | CannotStart),
     "join": JOIN.encoded(LeaderInfo),
     "handoff_prefill": several(PEERS.encoded(HandoffMessage)),
+    "handoff_rooms": several(PEERS.encoded(HandoffMessage)),
     "handoff_decode": several(PEERS.encoded(HandoffMessage)),
     "submit": PEERS.encoded(ControlMessage),
     "ticket": Types().encoded(Ticket) | JSON.encoded(Ticket),

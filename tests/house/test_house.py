@@ -118,11 +118,9 @@ for role in (Role.PREFILL, Role.DECODE):
     ends.append(KVManager(config, allocate(spec.nbytes), on_change=changes.put))
 addresses = [end.start() for end in ends]
 prefill, decode = ends
-transfer = TransferId(new_room(), 0, prefill.config.me, decode.config.me)
-sender, receiver = prefill.sender(transfer), decode.receiver(transfer)
-sender.init(20, 60)
-receiver.init(20, 60)
 decode.add_peer(prefill.config.me, *addresses[0])
+room = RoomKey(new_room())
+sender, receiver = prefill.expect(room, 20, 60), decode.receive(room, prefill.config.me, 20, 60)
 
 
 def reaches(handle, phase):
@@ -132,9 +130,8 @@ def reaches(handle, phase):
 
 
 reaches(receiver, KVPoll.WAITING_FOR_INPUT)
-receiver.send_metadata([0, 1])
-reaches(sender, KVPoll.WAITING_FOR_INPUT)
-sender.send(Span(0, 20), [0, 1], Metadata(transfer=transfer, prompt_tokens=20, first_token=1))
+receiver.publish([0, 1])
+sender.send(Span(0, 20), [0, 1], b"1")
 reaches(receiver, KVPoll.SUCCESS)
 reaches(sender, KVPoll.SUCCESS)
 for end in ends:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from segue.kv.errors import TransferFailed as TransferFailed
     from segue.kv.errors import Unauthorized as Unauthorized
     from segue.kv.errors import status_of as status_of
-    from segue.kv.handles import Change as Change
+    from segue.kv.handles import Handles as Handles
     from segue.kv.handles import KVReceiver as KVReceiver
     from segue.kv.handles import KVSender as KVSender
     from segue.kv.ids import MAX_ROOM as MAX_ROOM
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from segue.kv.ids import RankCoord as RankCoord
     from segue.kv.ids import RankId as RankId
     from segue.kv.ids import Role as Role
+    from segue.kv.ids import RoomKey as RoomKey
     from segue.kv.ids import Span as Span
     from segue.kv.ids import TransferId as TransferId
     from segue.kv.ids import new_incarnation as new_incarnation
@@ -76,19 +77,19 @@ if TYPE_CHECKING:
     from segue.kv.manager import KVManager as KVManager
     from segue.kv.model_match import model_difference as model_difference
     from segue.kv.model_match import model_identity as model_identity
-    from segue.kv.open_ranks import PrefillInstance as PrefillInstance
     from segue.kv.path_figures import PathChoice as PathChoice
     from segue.kv.peers import PathSpeed as PathSpeed
+    from segue.kv.protocol.events import Change as Change
     from segue.kv.protocol.events import Phase as Phase
     from segue.kv.protocol.events import Quarantined as Quarantined
     from segue.kv.protocol.events import Release as Release
     from segue.kv.protocol.messages import HandoffMessage as HandoffMessage
-    from segue.kv.protocol.messages import Metadata as Metadata
     from segue.kv.protocol.messages import PathMessage as PathMessage
     from segue.kv.protocol.messages import TokenLogprob as TokenLogprob
     from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT as FAIL_ON_CONFLICT
     from segue.kv.protocol.room_ranks import FOLLOW_BOOTSTRAP_ROOM as FOLLOW_BOOTSTRAP_ROOM
     from segue.kv.protocol.room_ranks import DpRanks as DpRanks
+    from segue.kv.protocol.room_ranks import PrefillInstance as PrefillInstance
     from segue.kv.protocol.room_ranks import dp_rank_conflict as dp_rank_conflict
     from segue.kv.protocol.ticket import SpentTickets as SpentTickets
     from segue.kv.protocol.ticket import Ticket as Ticket
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from segue.kv.ranks.rank_listener import connect_rank as connect_rank
     from segue.kv.ranks.rank_worker import RankWorker as RankWorker
     from segue.kv.ranks.worker_rank import WorkerRank as WorkerRank
+    from segue.kv.room_queries import RoomRegistry as RoomRegistry
     from segue.kv.session.tls import Tls as Tls
     from segue.kv.session.tls import load_tls as load_tls
     from segue.kv.torch_group import TorchGroup as TorchGroup
@@ -134,10 +136,10 @@ _MODULE_OF = {
             "OutOfCapacity PeerLost PeerRefused PeerRestarted RankDivergence RequestTimeout "
             "RequestTooLarge SegueError Starting TransferFailed Unauthorized status_of "
         ),
-        "segue.kv.handles": "Change KVReceiver KVSender",
+        "segue.kv.handles": "Handles KVReceiver KVSender",
         "segue.kv.ids": (
             "ChecksumMode FinishReason Incarnation KVPoll LeaderId MAX_ROOM OPEN_RANK RankCoord RankId "
-            "Role Span TransferId new_incarnation new_room successor "
+            "Role RoomKey Span TransferId new_incarnation new_room successor "
         ),
         "segue.kv.io": "IoThread MonotonicClock",
         "segue.kv.layout.content": "Part",
@@ -145,18 +147,20 @@ _MODULE_OF = {
         "segue.kv.limits": "Limits MAX_ATTEMPTS",
         "segue.kv.manager": "KVManager",
         "segue.kv.model_match": "model_difference model_identity",
-        "segue.kv.open_ranks": "PrefillInstance",
         "segue.kv.path_figures": "PathChoice",
         "segue.kv.peers": "PathSpeed",
-        "segue.kv.protocol.events": "Phase Quarantined Release",
-        "segue.kv.protocol.messages": "HandoffMessage Metadata PathMessage TokenLogprob",
-        "segue.kv.protocol.room_ranks": "DpRanks FAIL_ON_CONFLICT FOLLOW_BOOTSTRAP_ROOM dp_rank_conflict",
+        "segue.kv.protocol.events": "Change Phase Quarantined Release",
+        "segue.kv.protocol.messages": "HandoffMessage PathMessage TokenLogprob",
+        "segue.kv.protocol.room_ranks": (
+            "DpRanks FAIL_ON_CONFLICT FOLLOW_BOOTSTRAP_ROOM PrefillInstance dp_rank_conflict "
+        ),
         "segue.kv.protocol.ticket": "SpentTickets Ticket sign_ticket verify_ticket",
         "segue.kv.ranks.local_rank": "Rank local_rank",
         "segue.kv.ranks.rank_link": "RankLink",
         "segue.kv.ranks.rank_listener": "RankListener connect_rank",
         "segue.kv.ranks.rank_worker": "RankWorker",
         "segue.kv.ranks.worker_rank": "WorkerRank",
+        "segue.kv.room_queries": "RoomRegistry",
         "segue.kv.session.tls": "Tls load_tls",
         "segue.kv.torch_group": "TorchGroup",
         "segue.kv.transport.kinds": "AUTO_TRANSPORT KINDS USABLE",

@@ -1,4 +1,4 @@
-"""`KVSender` and `KVReceiver`: one half of one hand-off, as an engine sees it.
+"""`KVSender` and `KVReceiver`: one half of one room's hand-off, as an engine sees it.
 
 A handle turns calls into events for the `Exchange` and mirrors its phase. Calls never block and may
 come from any thread; `post` delivers them in order to the thread that owns the protocol. The
@@ -8,32 +8,16 @@ handle's fields change only in `apply`, which that thread calls.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Protocol
+from typing import TypeVar
 
 from segue.kv.clock import Clock
 from segue.kv.errors import AbortedByClient, ErrorInfo, InvalidRequest
-from segue.kv.ids import KVPoll, Span, TransferId
+from segue.kv.ids import KVPoll, LeaderId, RoomKey, Span
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import Metadata
-
-#: The argument of `KVManager`'s `on_change`: one step of one hand-off; `change.transfer` says of which.
-Change = events.Phase | events.Release | events.Quarantined
-
-
-class HandleOwner(Protocol):
-    """Where a handle's events go: the `KVManager` in production, the simulator in tests."""
-
-    clock: Clock
-
-    def post(self, *batch: events.Event) -> None:
-        """Deliver `events` in this order; does not block."""
-        ...
-
-    def forget(self, transfer: TransferId) -> None:
-        """The engine has dropped its handle."""
-        ...
+from segue.kv.protocol.events import Change
 
 
 class _Handle:
@@ -44,12 +28,12 @@ class _Handle:
     after SUCCESS), `changed_at` (when the phase last changed, in seconds of the manager's clock).
     """
 
-    def __init__(self, owner: HandleOwner, transfer: TransferId) -> None:
-        self.transfer = transfer
+    def __init__(self, owner: Handles, key: RoomKey) -> None:
+        self.key = key
         self._owner = owner
         self._phase = KVPoll.BOOTSTRAPPING
         self.error: ErrorInfo | None = None
-        self.metadata: Metadata | None = None
+        self.metadata: bytes | None = None
         self.released = False
         self.wire_s = 0.0
         self.nbytes = 0
@@ -61,8 +45,8 @@ class _Handle:
 
     def abort(self, error: ErrorInfo | None = None) -> None:
         """End the hand-off on both sides with `error` (default ABORTED_BY_CLIENT). A no-op once it ended."""
-        info = error or AbortedByClient("the request was aborted", room=self.transfer.room).info
-        self._owner.post(events.AbortTransfer(self.transfer, info))
+        info = error or AbortedByClient("the request was aborted", room=self.key.room).info
+        self._owner.post(events.EndRoom(self.key, info))
 
     def clear(self) -> None:
         """Drop this handle; aborts first if the hand-off has not ended. Idempotent.
@@ -71,12 +55,7 @@ class _Handle:
         """
         if not self._phase.terminal:
             self.abort()
-        self._owner.forget(self.transfer)
-
-    def _deadline(self, budget_s: float) -> float:
-        if not math.isfinite(budget_s):
-            raise InvalidRequest(f"budget_s must be a finite number of seconds, not {budget_s}")
-        return self._owner.clock.now() + budget_s
+        self._owner.forget(self.key)
 
     def apply(self, change: Change) -> None:
         """Mirror what the protocol reported. Called by the owner only."""
@@ -84,7 +63,7 @@ class _Handle:
             case events.Phase():
                 self.changed_at = self._owner.clock.now()
                 self.error = change.error or self.error
-                self.metadata = change.metadata or self.metadata
+                self.metadata = self.metadata if change.metadata is None else change.metadata
                 self.wire_s = change.wire_s or self.wire_s
                 self.nbytes = change.nbytes or self.nbytes
                 self._phase = (
@@ -97,27 +76,20 @@ class _Handle:
 
 
 class KVSender(_Handle):
-    """The prefill half. `init` → (WAITING_FOR_INPUT) → `send` … → SUCCESS | FAILED.
+    """The prefill half, made by `KVManager.expect`: (WAITING_FOR_INPUT) → `send` … → SUCCESS | FAILED.
+
+    The phase is BOOTSTRAPPING until a destination of decode binds the room. `send` is legal before that, too:
+    the room keeps what was sent, and gives it to the binding.
 
     Calls never block, and come from any thread. A call out of order, or with pages that do not fit, ends the
     hand-off on both sides: FAILED with INTERNAL and the reason.
     """
 
-    def init(self, prompt_tokens: int, budget_s: float) -> None:
-        """Begin: wait for the destination that decode publishes. The hand-off ends within `budget_s` seconds,
-        a finite number (else InvalidRequest). `prompt_tokens` must be the same on both sides."""
-        self._owner.post(events.OpenSender(self.transfer, index(prompt_tokens), self._deadline(budget_s)))
-
-    def announce(self, budget_s: float) -> None:
-        """Register the room at the registry, for `budget_s` seconds: decode was not told our DP rank and
-        cannot infer it. If that is impossible, the hand-off fails."""
-        self._owner.post(events.AnnounceRoom(self.transfer, budget_s))
-
     def send(
         self,
         span: Span,
         pages: Sequence[int],
-        metadata: Metadata | None = None,
+        metadata: bytes | None = None,
         *,
         slot: int | None = None,
         layers: int | None = None,
@@ -125,72 +97,176 @@ class KVSender(_Handle):
         """Send the KV of `span`, which lies complete in `pages`: the page ids (integers) of the prompt from
         token 0 on, at least up to the end of `span`.
 
-        Legal from WAITING_FOR_INPUT on. Spans follow each other without gaps from token 0; the
-        last one ends at `prompt_tokens`; `metadata` comes with it, or later by `finish`. With it goes the
-        state in `slot`, if the model keeps one beside its KV. Pages and slot must not change until `Release`;
-        what is in the slot before the last chunk is nobody's concern.
+        Spans follow each other without gaps from token 0; the last one ends at the prompt's end. `metadata`
+        (the engine's own bytes for decode, at most `Limits.max_metadata_bytes`) comes with it, or later by
+        `finish`. With it goes the state in `slot`, if the model keeps one beside its KV. Pages and slot must
+        not change until `Release`; the slot may change before the last chunk.
 
         With `layers` only that of the model's first so many layers is complete, and leaves now. The same span
         follows with more layers, and at last without a number.
         """
-        chunk = events.SendChunk(self.transfer, span, _page_ids(pages), slot, layers)
+        chunk = events.SendChunk(self.key, span, _page_ids(pages), slot, layers)
         if metadata is None:
             self._owner.post(chunk)
         else:
-            self._owner.post(chunk, events.SendMetadata(self.transfer, metadata))
+            self._owner.post(chunk, events.SendMetadata(self.key, metadata))
 
-    def finish(self, metadata: Metadata) -> None:
-        """Send the first token and what goes with it, once. A prompt's KV is complete before its first token
-        is known, so it may be on its way already."""
-        self._owner.post(events.SendMetadata(self.transfer, metadata))
+    def finish(self, metadata: bytes) -> None:
+        """Send the engine's own bytes for decode, once. A prompt's KV is complete before its first token is
+        known, so it may be on its way already."""
+        self._owner.post(events.SendMetadata(self.key, metadata))
+
+    def close(self) -> None:
+        """End a retained room: SUCCESS if decode has committed, else FAILED (ABORTED_BY_CLIENT)."""
+        self.abort()
+
+    def evict(self, error: ErrorInfo) -> None:
+        """End the room with `error` unless it is bound: nobody was shown its pages, so an engine that lacks
+        memory may take them back. They are free at `Release`."""
+        self._owner.post(events.EndRoom(self.key, error, unbound=True))
+
+    def allow(self, replaced: int, by: int, decode: LeaderId) -> None:
+        """The placer of the request says that attempt `by`, on the leader `decode`, replaces the attempt
+        `replaced`."""
+        self._owner.post(events.AllowReplacement(self.key, replaced, by, decode))
 
 
 class KVReceiver(_Handle):
-    """The decode half. `init` → (WAITING_FOR_INPUT) → `send_metadata` → SUCCESS | FAILED.
+    """The decode half, made by `KVManager.receive`: (WAITING_FOR_INPUT) → `publish` → SUCCESS | FAILED.
+
+    The phase is BOOTSTRAPPING until the DP rank of prefill is known and its session is up.
 
     Calls never block, and come from any thread. A call out of order, or with pages that do not fit, ends the
     hand-off on both sides: FAILED with INTERNAL and the reason.
     """
 
-    def init(
-        self,
-        prompt_tokens: int,
-        budget_s: float,
-        *,
-        prefill_dp_rank: int | None = None,
-        force_query: bool = False,
-    ) -> None:
-        """Begin. The phase is WAITING_FOR_INPUT once the session to the transfer's prefill is up. The
-        hand-off ends within `budget_s` seconds, a finite number (else InvalidRequest). `prompt_tokens` must
-        be the same on both sides.
-
-        Of an open transfer (`LeaderId.is_open`) the DP rank of prefill is found first, and the phase is
-        BOOTSTRAPPING until then. `prefill_dp_rank` is the one that the request names; otherwise, or always
-        with `force_query`, it is inferred or asked for (`kv.open_ranks`).
-        """
-        self._owner.post(
-            events.OpenReceiver(
-                self.transfer,
-                index(prompt_tokens),
-                self._deadline(budget_s),
-                hint=prefill_dp_rank,
-                force_query=force_query,
-            )
-        )
-
-    def send_metadata(self, pages: Sequence[int], prefix_tokens: int = 0, *, slot: int | None = None) -> None:
-        """Publish where prefill shall write: `pages` are the page ids (integers, each once) of the prompt
+    def publish(self, pages: Sequence[int], prefix_tokens: int = 0, *, slot: int | None = None) -> None:
+        """Tell prefill where to write: `pages` are the page ids (integers, each once) of the prompt
         from the page that holds token `prefix_tokens` on, exactly as many as its tokens need; the KV before
         `prefix_tokens` is already in place here. `slot` is for the state, if the model keeps one.
 
         Legal in WAITING_FOR_INPUT. From now until SUCCESS or `Release` pages and slot belong to the peer.
         """
-        self._owner.post(events.Publish(self.transfer, _page_ids(pages), index(prefix_tokens), slot))
+        self._owner.post(events.Publish(self.key, _page_ids(pages), index(prefix_tokens), slot))
 
 
 def _page_ids(pages: Sequence[int]) -> tuple[int, ...]:
     """`pages` as plain integers: those of numpy and torch cannot be encoded."""
     return tuple(map(index, pages))
+
+
+HandleT = TypeVar("HandleT", KVSender, KVReceiver)
+
+
+class Handles(ABC):
+    """The handles of one leader, by the engine's names of its halves. `clock` is the leader's. A handle is in
+    `handles` before anything is reported of it, until the engine drops it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.handles: dict[RoomKey, KVSender | KVReceiver] = {}
+
+    @abstractmethod
+    def post(self, *batch: events.Event) -> None:
+        """Deliver events to the protocol, in this order; does not block."""
+
+    def forget(self, key: RoomKey) -> None:
+        """The engine has dropped its handle of `key`."""
+        self.handles.pop(key, None)
+
+    def apply(self, change: Change) -> None:
+        """Have the handle mirror what the protocol reported, if there is one."""
+        if (handle := self.handles.get(change.key)) is not None:
+            handle.apply(change)
+
+    def expect(
+        self,
+        key: RoomKey,
+        prompt_tokens: int,
+        budget_s: float,
+        *,
+        claim: bytes = b"",
+        decode: LeaderId | None = None,
+        attempt: int = 0,
+        retain_s: float = 0.0,
+        announce: bool = False,
+    ) -> KVSender:
+        """Begin the prefill half of a room: wait for a destination of decode, at most `budget_s` seconds.
+
+        `claim` (at most 64 bytes) must be what decode gives to `receive`: a digest of everything that has to
+        be equal on both sides (prompt, salt, adapter, weights); it is compared before a byte moves. `decode`
+        names the only leader that may bind the room, with the `attempt` of the placement; without it any
+        leader with the claim may. With `retain_s` the room outlives bindings that fail, and the first success
+        by so many seconds, so that another decode can have the KV. With `announce` the registry is told that
+        this DP rank has the room, for a decode that was not told and cannot infer it.
+
+        `budget_s` is a finite number, `prompt_tokens` the same on both sides. Raises InvalidRequest for
+        another `budget_s` and for a `key` that has a handle already. A room that was used already, and more
+        than `Limits.max_transfers`, fail at once.
+        """
+        deadline = self._deadline(budget_s)
+        sender = self._remember(key, KVSender(self, key))
+        event = events.ExpectRoom(
+            key=key,
+            prompt_tokens=index(prompt_tokens),
+            deadline=deadline,
+            claim=claim,
+            decode=decode,
+            attempt=attempt,
+            retain_s=retain_s,
+            announce=announce,
+        )
+        self.post(event)
+        return sender
+
+    def receive(
+        self,
+        key: RoomKey,
+        prefill: LeaderId,
+        prompt_tokens: int,
+        budget_s: float,
+        *,
+        claim: bytes = b"",
+        prefill_dp_rank: int | None = None,
+        force_query: bool = False,
+        replaces: int | None = None,
+    ) -> KVReceiver:
+        """Begin the decode half of a room, which ends after `budget_s` seconds at the latest.
+
+        If `prefill` leaves the DP rank open (`LeaderId.is_open`), it is found first: `prefill_dp_rank` is the
+        one that the request names; otherwise, or always with `force_query`, it is inferred from
+        `prefill_instances` or the registry is asked. `claim` as in `expect`. `replaces` is the attempt at
+        this room that ends in favour of this one.
+        """
+        deadline = self._deadline(budget_s)
+        receiver = self._remember(key, KVReceiver(self, key))
+        event = events.OpenReceiver(
+            key=key,
+            prefill=prefill,
+            prompt_tokens=index(prompt_tokens),
+            deadline=deadline,
+            claim=claim,
+            hint=prefill_dp_rank,
+            force_query=force_query,
+            replaces=replaces,
+        )
+        self.post(event)
+        return receiver
+
+    def decline(self, key: RoomKey, prefill: LeaderId, error: ErrorInfo, *, claim: bytes = b"") -> None:
+        """Tell prefill that no destination will be published for this room; the room fails with `error`, if
+        `claim` is what `expect` was given."""
+        self.post(events.DeclineRoom(key, prefill, error, claim))
+
+    def _deadline(self, budget_s: float) -> float:
+        if not math.isfinite(budget_s):
+            raise InvalidRequest(f"budget_s must be a finite number of seconds, not {budget_s}")
+        return self.clock.now() + budget_s
+
+    def _remember(self, key: RoomKey, handle: HandleT) -> HandleT:
+        if self.handles.setdefault(key, handle) is not handle:
+            raise InvalidRequest(f"room {key} is in use; each request needs a room of its own", room=key.room)
+        return handle
 
 
 OnChange = Callable[[Change], None]

@@ -103,26 +103,70 @@ class RankId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
         return f"{self.leader} rank {self.rank}"
 
 
-class TransferId(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=True):
-    """The identity of one hand-off; never reused.
+def _check_room(room: int, **counters: int) -> None:
+    if not 1 <= room <= MAX_ROOM:
+        raise ValueError(f"room must be in 1 … 2**64 - 1, not {room}")
+    for name, value in counters.items():
+        if not 0 <= value < 2**16:
+            raise ValueError(f"{name} must be in 0 … 65535, not {value}")
 
-    `room` is a non-zero unsigned 64-bit integer, `attempt` counts retries from 0 (at most 65,535), `prefill`
-    and `decode` are the leaders of the two replicas. Raises ValueError for numbers out of range.
+
+class RoomKey(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=True):
+    """What an engine calls one half of a request's hand-off.
+
+    `room` is a non-zero unsigned 64-bit integer that is minted for each request. `generation` counts the uses
+    of one room, `ordinal` the samples of one request, both from 0. `attempt` is decode's alone: prefill keeps
+    one room for all attempts, under attempt 0.
     """
+
+    room: int
+    generation: int = 0
+    ordinal: int = 0
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        _check_room(self.room, generation=self.generation, ordinal=self.ordinal, attempt=self.attempt)
+
+    def __str__(self) -> str:
+        return f"{self.room:x}.{self.attempt}" + (
+            f" generation {self.generation} ordinal {self.ordinal}" if self.generation or self.ordinal else ""
+        )
+
+    @property
+    def registered(self) -> int:
+        """The number under which a registry knows the DP rank of this room and generation."""
+        if not self.generation:
+            return self.room
+        name = f"{self.room} {self.generation}".encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") or 1
+
+
+class TransferId(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=True):
+    """The identity of one hand-off, never changed or reused: attempt number `attempt` (from 0) at the `room`
+    of this `generation` and `ordinal` (see `RoomKey`), by the leaders `prefill` and `decode`."""
 
     room: int
     attempt: int
     prefill: LeaderId
     decode: LeaderId
+    generation: int = 0
+    ordinal: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.room <= MAX_ROOM:
-            raise ValueError(f"room must be in 1 … 2**64 - 1, not {self.room}")
-        if not 0 <= self.attempt < 2**16:
-            raise ValueError(f"attempt must be in 0 … 65535, not {self.attempt}")
+        _check_room(self.room, attempt=self.attempt, generation=self.generation, ordinal=self.ordinal)
+
+    @property
+    def sent_as(self) -> RoomKey:
+        """Prefill's room that this hand-off is of."""
+        return RoomKey(self.room, self.generation, self.ordinal)
+
+    @property
+    def received_as(self) -> RoomKey:
+        """Decode's half that this hand-off is of."""
+        return RoomKey(self.room, self.generation, self.ordinal, self.attempt)
 
     def __str__(self) -> str:
-        return f"{self.room:x}.{self.attempt} ({self.prefill} > {self.decode})"
+        return f"{self.received_as} ({self.prefill} > {self.decode})"
 
 
 class RankCoord(msgspec.Struct, frozen=True, order=True):

@@ -17,6 +17,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_transfers: int = 4096
     #: destinations from decode that prefill keeps until its own half of the hand-off begins
     max_early_destinations: int = 1024
+    #: page ids in these destinations
+    max_early_pages: int = 2**20
+    #: share of both that one decode leader may use
+    early_share: float = 0.25
+    #: bindings of one room that may fail before the room fails
+    max_bindings: int = 3
+    #: the engine's own bytes that go from prefill to decode with the KV of one prompt
+    max_metadata_bytes: int = 2**20
     #: one message of a session
     max_frame_bytes: int = 64 * 2**20
     #: messages that wait for a peer; on a new session a leader says at once how each hand-off has ended

@@ -1,6 +1,6 @@
 """`KVManager`: carries the hand-offs of one leader between engine, peers and transports.
 
-The protocol is `handoff.Exchange`, which does no I/O. The manager feeds it (engine, sessions, ranks, clock)
+The protocol is `protocol.Exchange`, which does no I/O. The manager feeds it (engine, sessions, ranks, clock)
 and carries out its effects, all on one I/O thread. Of each hand-off it keeps the engine's handle alone.
 """
 
@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TypeVar
 
 from segue.kv.alarm import Alarm
 from segue.kv.clock import Clock
@@ -19,19 +18,19 @@ from segue.kv.control_plane import ControlPlane
 from segue.kv.errors import (
     Draining,
     ErrorInfo,
-    Internal,
     SegueError,
     TransferFailed,
 )
-from segue.kv.handles import Change, KVReceiver, KVSender, OnChange
-from segue.kv.ids import LeaderId, RankId, Role, TransferId
+from segue.kv.handles import Handles, OnChange
+from segue.kv.ids import Incarnation, LeaderId, RankId, Role, RoomKey, TransferId
 from segue.kv.io import MonotonicClock
-from segue.kv.open_ranks import OpenRanks
 from segue.kv.peers import Compatibility, PathSpeed, Peer
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import HANDOFF_VERSION, HandoffMessage, LeaderInfo, PathMessage
+from segue.kv.protocol.room_ranks import PrefillInstance
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S, Rank, local_rank
 from segue.kv.ranks.rank_group import PeerRoute, Ranks
+from segue.kv.room_queries import RoomQueries, RoomRegistry
 from segue.kv.session.api import PeerInfo, Session, SessionHandler
 from segue.kv.session.tasks import background, typed
 from segue.kv.transport import base as transport_base
@@ -43,10 +42,9 @@ log = logging.getLogger("segue.kv")
 #: Messages that a peer may have to say of each hand-off on a new session, before our path to it is open:
 #: what has failed meanwhile, that it waits for our last write, where to write.
 EARLY_PER_TRANSFER = 4
-H = TypeVar("H", KVSender, KVReceiver)
 
 
-class KVManager:
+class KVManager(Handles):
     """The hand-offs of one replica, and its sessions with peer replicas. Methods may be called from any
     thread but its own I/O thread (`close`, `start`), and never block on a peer.
 
@@ -72,11 +70,10 @@ class KVManager:
         runtime: LeaderRuntime = HOST,
     ) -> None:
         self.config = config
-        self.clock: Clock = clock or MonotonicClock()
+        super().__init__(clock or MonotonicClock())
         self.plane = ControlPlane(config, {**others, COUNTERPART[config.role]: self}, runtime)
         self.io = self.plane.io
         self._on_change = on_change
-        self._handles: dict[TransferId, KVSender | KVReceiver] = {}
         self._peers: dict[LeaderId, Peer] = {}
         #: grants that were carried out a moment ago
         self._granted: list[events.Granted] = []
@@ -114,7 +111,7 @@ class KVManager:
             runtime,
             self.exchange.new_epoch,
         )
-        self.open_ranks = OpenRanks(config, self.io, self.clock, self._handle, self._tell_engine)
+        self.queries = RoomQueries(config.me, self.io, self._handle)
 
     # ---- life --------------------------------------------------------------------------------
 
@@ -144,32 +141,17 @@ class KVManager:
 
     # ---- the engine's side -------------------------------------------------------------------
 
-    def sender(self, transfer: TransferId) -> KVSender:
-        """The handle of the prefill half of `transfer`; nothing starts before its `init`.
+    def use_registry(self, registry: RoomRegistry) -> None:
+        """Ask and tell this registry whose a room is, from now on. On the I/O thread."""
+        self.queries.registry = registry
 
-        Raises Internal if `transfer` has a handle already: a retry is a new attempt.
-        """
-        return self._remember(transfer, KVSender(self, transfer))
-
-    def receiver(self, transfer: TransferId) -> KVReceiver:
-        """The handle of the decode half of `transfer`; nothing starts before its `init`.
-
-        Raises Internal if `transfer` has a handle already: a retry is a new attempt.
-        """
-        return self._remember(transfer, KVReceiver(self, transfer))
-
-    def _remember(self, transfer: TransferId, handle: H) -> H:
-        if self._handles.setdefault(transfer, handle) is not handle:
-            raise Internal(f"transfer {transfer} exists already", room=transfer.room)
-        return handle
+    def prefill_instances(self, instances: Mapping[Incarnation, PrefillInstance]) -> None:
+        """The prefill instances that exist now, for receivers whose DP rank is open. On the I/O thread."""
+        self._handle(events.PrefillInstances(instances))
 
     def post(self, *batch: events.Event) -> None:
-        """Deliver events to the protocol in order (see `handles.Owner`)."""
+        """See `Handles.post`."""
         self.io.post(self._handle_all, batch)
-
-    def forget(self, transfer: TransferId) -> None:
-        """The engine has dropped its handle of `transfer`."""
-        self._handles.pop(transfer, None)
 
     def add_peer(self, leader: LeaderId, host: str, port: int) -> None:
         """Keep a session to this leader, which listens at `host`:`port` (its `start`), until `remove_peer`; a
@@ -207,17 +189,16 @@ class KVManager:
         """The number of entries of every table, for leak checks: all zero at rest but `peers`."""
         return {
             **self.exchange.sizes(),
-            "handles": len(self._handles),
+            "handles": len(self.handles),
             "unanswered": self._ranks.unanswered,
-            **self.open_ranks.sizes(),
+            "room_queries": len(self.queries),
         }
 
     # ---- the protocol, on the I/O thread -----------------------------------------------------
 
     def _handle_all(self, batch: Sequence[events.Event]) -> None:
         for event in batch:
-            if not self.open_ranks.take(event):
-                self._handle(event)
+            self._handle(event)
 
     def _handle(self, event: events.Event) -> None:
         """One event and all that follows from it. A bug on the way ends the hand-off that it is about, and
@@ -238,7 +219,7 @@ class KVManager:
         self._alarm.set(self.exchange.next_deadline(), now)
 
     def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
-        if self._lost is not None and isinstance(event, events.OpenSender | events.OpenReceiver):
+        if self._lost is not None and isinstance(event, events.ExpectRoom | events.OpenReceiver):
             return events.refusal(event, self._lost.info)
         try:
             return self.exchange.handle(event, now)
@@ -250,12 +231,16 @@ class KVManager:
         match event:
             case events.PeerUp():
                 self._part(event.peer, error)
-            case events.PeerDown() | events.Tick() | events.AbortTransfer():
+            case events.PeerDown() | events.Tick() | events.AbortTransfer() | events.EndRoom():
                 pass  # nothing of one hand-off, or its end already
+            case events.PrefillInstances():
+                pass  # they are told again with the next change
             case events.Received():
                 self._end_later(event.message.transfer, error)
-            case _:
+            case _ if isinstance(event, events.RankEvent):
                 self._end_later(event.transfer, error)
+            case _:
+                self._end_room_later(event.key, error)
 
     def _not_done(self, effect: events.Effect, error: SegueError) -> None:
         """An effect was not carried out, or only in part: its hand-off ends, unless it has already."""
@@ -277,6 +262,8 @@ class KVManager:
                     # Nothing is left to end, and the peer waits for this word: it will ask again.
                     self._part(effect.peer, error)
                 self._end_later(transfer, error)
+            case _ if isinstance(effect, events.RegistryEffect | events.Change):
+                self._end_room_later(effect.key, error)
             case _:
                 self._end_later(effect.transfer, error)
 
@@ -286,6 +273,9 @@ class KVManager:
 
     def _end_later(self, transfer: TransferId, error: SegueError) -> None:
         self.io.loop.call_soon(self._handle, events.AbortTransfer(transfer, error.info))
+
+    def _end_room_later(self, key: RoomKey, error: SegueError) -> None:
+        self.io.loop.call_soon(self._handle, events.EndRoom(key, error.info))
 
     def _fence_again(self, effect: events.Fence, route: PeerRoute | None) -> None:
         """Ask for it over the way that its writes went, until it is taken."""
@@ -301,12 +291,12 @@ class KVManager:
         """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
         if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
             return events.refusal(event, error.info)
-        handle = self._handles.get(self.open_ranks.engine_name(event.transfer))
-        if handle is None or handle.poll().terminal:
+        phase = self.exchange.phase_of(event.key)
+        if phase is None or phase.terminal:
             # After a long pause not even the tombstone is left, and the engine could not know yet.
             log.debug("too late for its hand-off: %s", error)
             return []
-        return self.exchange.handle(events.AbortTransfer(event.transfer, error.info), now)
+        return self.exchange.handle(events.EndRoom(event.key, error.info), now)
 
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
@@ -318,8 +308,12 @@ class KVManager:
             case events.ComputeChecksum():
                 # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
                 self.io.loop.call_soon(self._digest, effect)
+            case events.Phase() | events.Release() | events.Quarantined():
+                self._tell_engine(effect)
+            case events.AskRoom() | events.RegisterRoom() | events.RoomSettled():
+                self.queries.carry_out(effect)
             case _:
-                self.open_ranks.carry_out(effect)
+                pass  # for the room or receiver of a hand-off, which has heard it
 
     def _digest(self, effect: events.ComputeChecksum) -> None:
         try:
@@ -327,9 +321,8 @@ class KVManager:
         except Exception as exc:
             self._not_done(effect, typed(exc, "asking for a checksum"))
 
-    def _tell_engine(self, change: Change) -> None:
-        if (handle := self._handles.get(change.transfer)) is not None:
-            handle.apply(change)
+    def _tell_engine(self, change: events.Change) -> None:
+        self.apply(change)
         if self._on_change is not None:
             self._on_change(change)
             if isinstance(change, events.Phase) and change.phase.terminal:
@@ -379,8 +372,8 @@ class KVManager:
     def _rank_lost(self, rank: int, error: SegueError) -> None:
         log.error("rank %d of this leader is lost: %s", rank, error)
         self._lost = error
-        for transfer in self.exchange.open_transfers():
-            self._handle(events.AbortTransfer(transfer, error.info))
+        for key in self.exchange.open_halves():
+            self._handle(events.EndRoom(key, error.info))
         self._on_rank_lost(error)
 
     def _moved(self, rank: int, name: str, event: transport_base.TransportEvent) -> None:

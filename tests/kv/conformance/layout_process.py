@@ -24,7 +24,6 @@ from segue.kv.handles import Change, KVReceiver, KVSender
 from segue.kv.ids import KVPoll, LeaderId, Role, Span, TransferId
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
-from segue.kv.protocol.messages import Metadata
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.transport.memory.pool_memory import Memory, allocate
 
@@ -71,22 +70,19 @@ class Opened:
         """Prefill's half: two chunks; the bytes that crossed the wire."""
         for memory, held in zip(self.pools, self.images(0), strict=True):
             memory.buffer[: len(held)] = held.tobytes()
-        sender = self.manager.sender(transfer)
-        sender.init(TOKENS, PATIENCE_S)
+        sender = self.manager.expect(transfer.sent_as, TOKENS, PATIENCE_S, decode=transfer.decode)
         self.wait(sender, KVPoll.WAITING_FOR_INPUT)
         pages = page_ids(self.sizes, 0)
-        last = Metadata(transfer=transfer, prompt_tokens=TOKENS, first_token=7)
         sender.send(Span(0, cut), pages)
-        sender.send(Span(cut, TOKENS), pages, last)
+        sender.send(Span(cut, TOKENS), pages, b"7")
         self.wait(sender, KVPoll.SUCCESS)
         return {"wire": sum(path.nbytes for path in self.manager.paths().values())}
 
     def receive(self, transfer: TransferId, prefix: int) -> dict[str, Any]:
         """Decode's half; the ranks that hold anything else than they must."""
-        receiver = self.manager.receiver(transfer)
-        receiver.init(TOKENS, PATIENCE_S)
+        receiver = self.manager.receive(transfer.received_as, transfer.prefill, TOKENS, PATIENCE_S)
         self.wait(receiver, KVPoll.WAITING_FOR_INPUT)
-        receiver.send_metadata(page_ids(self.sizes, prefix), prefix)
+        receiver.publish(page_ids(self.sizes, prefix), prefix)
         self.wait(receiver, KVPoll.SUCCESS)
         wrong = [
             rank

@@ -16,7 +16,7 @@ from segue.kv.handles import KVReceiver, KVSender
 from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
 from segue.kv.layout.content import Content, checksum
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import HandoffMessage, Metadata
+from segue.kv.protocol.messages import HandoffMessage
 from segue.kv.ranks import checksums as conn_digest
 from segue.kv.ranks.checksums import INLINE_BYTES, Digester
 from segue.kv.session.connection import Connection
@@ -53,9 +53,9 @@ def flip(memory: memoryview, content: Content) -> None:
 def send_all(prefill: Side, decode: Side, tokens: int = TOKENS) -> tuple[TransferId, KVSender, KVReceiver]:
     prefill.memory.buffer[: prefill.spec.nbytes] = os.urandom(prefill.spec.nbytes)
     transfer, sender, receiver = begin(prefill, decode, tokens)
-    receiver.send_metadata(range(2, 2 + -(-tokens // decode.spec.page_tokens)))
+    receiver.publish(range(2, 2 + -(-tokens // decode.spec.page_tokens)))
     prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-    last = Metadata(transfer=transfer, prompt_tokens=tokens, first_token=7)
+    last = b"7"
     sender.send(Span(0, 16), range(PAGES))
     sender.send(Span(16, tokens), range(PAGES), last)
     return transfer, sender, receiver
@@ -105,9 +105,9 @@ def test_what_can_be_said_is_said_before_anything_is_hashed(
             decode.manager.io, "yield_gil", lambda: (told.append("decode's engine runs"), let())
         )
         transfer, sender, receiver = begin(prefill, decode, 16)
-        receiver.send_metadata(range(2, 2 + -(-16 // decode.spec.page_tokens)))
+        receiver.publish(range(2, 2 + -(-16 // decode.spec.page_tokens)))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-        sender.send(Span(0, 16), range(PAGES), Metadata(transfer=transfer, prompt_tokens=16, first_token=7))
+        sender.send(Span(0, 16), range(PAGES), b"7")
         for side in (prefill, decode):
             side.wait_release(transfer)
     assert told == [

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from test_conn_effects import PLAN, PREFILL, Line, Rig
+from test_manager import receive
 
 from segue.kv.errors import Internal, PeerLost
 from segue.kv.ids import LeaderId, RankId, Role, TransferId, new_incarnation
@@ -54,12 +55,11 @@ class OneSided:
 def aborted(rig: Rig, room: int) -> TransferId:
     """A hand-off that has said where to write, and has failed."""
     transfer = TransferId(room, 0, PREFILL, rig.manager.config.me)
-    handle = rig.manager.receiver(transfer)
-    handle.init(4, 60)
+    handle = receive(rig.manager, transfer, 4, 60)
     rig.turn()
-    handle.send_metadata([0])
+    handle.publish([0])
     rig.turn()
-    rig.manager._handle(events.AbortTransfer(transfer, Internal("a test").info))
+    rig.manager._handle(events.EndRoom(transfer.received_as, Internal("a test").info))
     assert rig.of(transfer, events.Quarantined)
     return transfer
 

@@ -18,7 +18,6 @@ from segue.engine.request import SamplingParams
 from segue.kv.errors import ErrorCode
 from segue.kv.ids import KVPoll, Span, TransferId
 from segue.kv.layout.content import Content
-from segue.kv.protocol.messages import Metadata
 
 PROMPT = [3 + (17 * at * at + 5 * at) % (VOCAB - 3) for at in range(41)]
 CHUNK, MORE = 16, 6
@@ -50,14 +49,14 @@ def step(
 def send(engine: ReplicaEngine, near: Side, far: Side) -> tuple[TransferId, list, int]:
     """Compute the prompt chunk by chunk and send each; both handles, and the first token."""
     transfer, sender, receiver = begin(near, far, len(PROMPT))
-    receiver.send_metadata(THERE, slot=TO_SLOT)
+    receiver.publish(THERE, slot=TO_SLOT)
     near.wait(sender, KVPoll.WAITING_FOR_INPUT)
     first = -1
     for start in range(0, len(PROMPT), CHUNK):
         part = PROMPT[start : start + CHUNK]
         end = start + len(part)
         first = step(engine, part, start, HERE, SLOT, end == len(PROMPT))
-        last = Metadata(transfer=transfer, prompt_tokens=len(PROMPT), first_token=first)
+        last = str(first).encode()
         sender.send(Span(start, end), HERE, last if end == len(PROMPT) else None, slot=SLOT)
     return transfer, [sender, receiver], first
 

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from test_manager import LIMITS, Side
+from test_manager import LIMITS, Side, expect, receive
 
 from segue.kv.errors import ConfigError, LayoutMismatch
 from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
 from segue.kv.layout.spec import KVShape, PoolSpec
-from segue.kv.protocol.messages import Metadata
 from segue.kv.transport import kinds
 from segue.kv.transport.memory import copier
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, allocate
@@ -164,16 +163,13 @@ def test_kv_goes_from_one_engines_tensors_into_anothers_without_a_copy(
     seen = Addresses(monkeypatch)
     with handing_over(transport, source, target) as (prefill, decode):
         transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-        sender, receiver = prefill.manager.sender(transfer), decode.manager.receiver(transfer)
-        sender.init(TOKENS, budget_s=60)
-        receiver.init(TOKENS, budget_s=60)
+        sender = expect(prefill.manager, transfer, TOKENS, budget_s=60)
+        receiver = receive(decode.manager, transfer, TOKENS, budget_s=60)
         decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
-        receiver.send_metadata(pages[1])
+        receiver.publish(pages[1])
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         sender.send(Span(0, 20), pages[0])
-        sender.send(
-            Span(20, TOKENS), pages[0], Metadata(transfer=transfer, prompt_tokens=TOKENS, first_token=7)
-        )
+        sender.send(Span(20, TOKENS), pages[0], b"7")
         decode.wait(receiver, KVPoll.SUCCESS)  # its checksums compared: those of two unequal layouts agree
         prefill.wait(sender, KVPoll.SUCCESS)
     for layer, value, token in every:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_manager import LIMITS, Side, ask, assert_handed_over, spec
+from test_manager import LIMITS, Side, ask, assert_handed_over, receive, spec
 
 from segue.kv.config import KVConfig, LeaderRuntime
 from segue.kv.errors import ErrorCode, Internal, LayoutMismatch, PeerRefused, SegueError
@@ -305,9 +305,8 @@ def test_a_port_that_is_none_is_a_typed_refusal_of_what_waits_for_that_peer(port
         decode.manager.start()
         decode.manager.add_peer(absent, "127.0.0.1", port)
         transfer = TransferId(new_room(), 0, absent, decode.me)
-        receiver = decode.manager.receiver(transfer)
         ask(decode, lambda: decode.manager.plane._dialers[absent])._patience_s = 0.0
-        receiver.init(8, 120)
+        receiver = receive(decode.manager, transfer, 8, 120)
         while receiver.poll() is not KVPoll.FAILED:
             decode.changes.get(timeout=60)
         assert receiver.error is not None

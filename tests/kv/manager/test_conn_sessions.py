@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 from test_conn_effects import PLAN, PREFILL, Line, Rig
+from test_manager import receive
 
 from segue.kv import manager as managers
 from segue.kv.errors import ErrorCode, OutOfCapacity, PeerLost, TransferFailed
-from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
+from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, RankId, Role, RoomKey, TransferId
 from segue.kv.path_figures import PathChoice
 from segue.kv.peers import MEASURED_BYTES, PathSpeed, Peer
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Accepted, Failed, Gone, PathChosen
+from segue.kv.protocol.room_ranks import DpRanks, PrefillInstance
 from segue.kv.session.api import PeerInfo
 from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
 from segue.server.messages.control import Load
@@ -162,17 +164,16 @@ def _with_another(rig: Rig) -> TransferId:
     rig.manager._ranks.choose(ANOTHER, "fake", ((0, 0),), {PREFILL, ANOTHER})
     rig.manager._handle(events.PeerUp(ANOTHER, PLAN, "fake"))
     transfer = TransferId(9, 0, ANOTHER, rig.manager.config.me)
-    handle = rig.manager.receiver(transfer)
-    handle.init(4, 60)
+    handle = receive(rig.manager, transfer, 4, 60)
     rig.turn()
-    handle.send_metadata([3])
+    handle.publish([3])
     rig.turn()
     return transfer
 
 
 def test_a_refusal_ends_what_waits_for_a_peer_that_is_not_there_and_nothing_of_one_that_is(rig: Rig) -> None:
     waits = TransferId(9, 0, ANOTHER, rig.manager.config.me)
-    rig.manager.receiver(waits).init(4, 60)
+    receive(rig.manager, waits, 4, 60)
     rig.turn()
     refusal = OutOfCapacity("too many sessions")
     rig.manager._peer_refused(PREFILL, refusal)
@@ -265,7 +266,7 @@ def test_while_a_path_is_being_chosen_the_end_of_one_ends_nothing(rig: Rig, prov
 
 def test_the_end_of_a_path_that_is_not_in_use_proves_what_was_written_over_it(rig: Rig) -> None:
     told = seen(rig)
-    rig.manager._handle(events.AbortTransfer(rig.one, GONE.info))
+    rig.manager._handle(events.EndRoom(rig.one.received_as, GONE.info))
     rig.manager._ranks.choose(PREFILL, "another", ((0, 0),), {PREFILL})
     asked: list[tuple[int, str]] = []
     rank: Any = rig.manager._ranks[0]
@@ -304,19 +305,16 @@ def test_what_a_path_carries_is_shown_once_it_was_chosen(rig: Rig) -> None:
 # ---- the engine --------------------------------------------------------------------------------------
 
 
-def test_what_is_about_an_open_rank_or_a_room_is_not_for_the_protocol(rig: Rig) -> None:
-    told, me = seen(rig), rig.manager.config.me
-    unknown = TransferId(9, 0, LeaderId(PREFILL.incarnation, OPEN_RANK), me)
-    opened = events.OpenReceiver(unknown, 4, rig.manager.clock.now() + 60)
-    rig.manager._handle_all([events.AnnounceRoom(rig.other, 5.0), opened])
-    assert told == []
-    rig.manager._handle_all(
-        [events.AbortTransfer(unknown, GONE.info), events.AbortTransfer(rig.one, GONE.info)]
-    )
-    assert told == [events.AbortTransfer(rig.one, GONE.info)]
-    for _ in range(4):
+def test_what_the_registry_is_asked_is_asked_on_behalf_of_the_one_that_asked(rig: Rig) -> None:
+    key = RoomKey(9)
+    rig.manager.prefill_instances({PREFILL.incarnation: PrefillInstance(DpRanks(size=2), frozenset({0, 1}))})
+    handle = rig.manager.receive(key, LeaderId(PREFILL.incarnation, OPEN_RANK), 4, 60)
+    for _ in range(6):
         rig.turn()
-    assert ended(rig, rig.other) == [ErrorCode.BOOTSTRAP_UNREACHABLE], "there is no registry"
+    assert handle.error is not None
+    assert handle.error.code is ErrorCode.BOOTSTRAP_UNREACHABLE, "there is no registry"
+    assert ended(rig, rig.one) == ended(rig, rig.other) == []
+    assert rig.manager.sizes()["room_queries"] == 0
 
 
 def test_the_next_deadline_is_waited_for_after_every_event_also_one_that_has_no_effect(rig: Rig) -> None:
@@ -340,8 +338,7 @@ def test_a_rank_that_is_lost_ends_everything_with_its_reason_and_nothing_begins_
     assert ended(rig, rig.one) == ended(rig, rig.other) == [ErrorCode.PEER_LOST]
     assert heard == [GONE]
     late = TransferId(9, 0, PREFILL, rig.manager.config.me)
-    handle = rig.manager.receiver(late)
-    handle.init(4, 60)
+    handle = receive(rig.manager, late, 4, 60)
     rig.turn()
     assert handle.error == GONE.info
     assert handle.released

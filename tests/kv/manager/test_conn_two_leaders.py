@@ -13,7 +13,6 @@ from test_manager import PAGE, PAGES, Side, ask, assert_at_rest, assert_handed_o
 from segue.kv.errors import ErrorCode
 from segue.kv.handles import KVReceiver, KVSender
 from segue.kv.ids import KVPoll, LeaderId, Role, Span, TransferId, new_incarnation
-from segue.kv.protocol.messages import Metadata
 from segue.kv.protocol.room_ranks import DpRanks
 
 TOKENS = 3 * PAGE
@@ -43,15 +42,14 @@ def two_and_one(transport: str, pair: Role) -> Iterator[tuple[list[Side], Side]]
 def publish(prefill: Side, decode: Side, first_page: int) -> Half:
     """A hand-off whose destination prefill knows, in pages of its own."""
     transfer, sender, receiver = begin(prefill, decode, TOKENS)
-    receiver.send_metadata(range(first_page, first_page + TOKENS // PAGE), 0)
+    receiver.publish(range(first_page, first_page + TOKENS // PAGE), 0)
     prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
     return transfer, sender, receiver
 
 
 def finish(half: Half, prefill: Side, decode: Side, pages: range) -> None:
-    transfer, sender, receiver = half
-    metadata = Metadata(transfer=transfer, prompt_tokens=TOKENS, first_token=7)
-    sender.send(Span(0, TOKENS), pages, metadata)
+    _transfer, sender, receiver = half
+    sender.send(Span(0, TOKENS), pages, b"7")
     decode.wait(receiver, KVPoll.SUCCESS)
     prefill.wait(sender, KVPoll.SUCCESS)
 

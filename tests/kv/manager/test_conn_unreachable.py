@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import msgspec
 import pytest
-from test_manager import LIMITS, Side, ask, assert_at_rest, assert_handed_over
+from test_manager import LIMITS, Side, ask, assert_at_rest, assert_handed_over, expect, receive
 
 from ports import HeldPort
 from segue.kv.errors import ErrorCode, ErrorInfo
@@ -60,8 +60,7 @@ def test_a_peer_at_a_dead_address_ends_what_waits_for_it_before_its_deadline(
             impatient(decode, absent.me)
             for _ in range(2):  # what is asked later hears of it too, and no sooner waits for ever
                 transfer = TransferId(new_room(), 0, absent.me, decode.me)
-                receiver = decode.manager.receiver(transfer)
-                receiver.init(33, BUDGET_S)
+                receiver = receive(decode.manager, transfer, 33, BUDGET_S)
                 error = failure(decode, receiver)
                 assert error.code in codes
                 assert error.retryable, "another prefill may serve the same request"
@@ -89,8 +88,8 @@ def _comes_after_all(port: int) -> None:
         decode.manager.start()
         decode.manager.add_peer(late.me, "127.0.0.1", port)
         impatient(decode, late.me)
-        receiver = decode.manager.receiver(TransferId(new_room(), 0, late.me, decode.me))
-        receiver.init(33, BUDGET_S)
+        transfer = TransferId(new_room(), 0, late.me, decode.me)
+        receiver = receive(decode.manager, transfer, 33, BUDGET_S)
         assert failure(decode, receiver).code is ErrorCode.BOOTSTRAP_UNREACHABLE
         receiver.clear()
         late.manager.start()
@@ -106,8 +105,7 @@ def assert_handed_over_soon(prefill: Side, decode: Side) -> None:
     """One hand-off, once the dialler has found `prefill`; what was opened between two knocks may fail."""
     for _ in range(5):
         transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-        receiver = decode.manager.receiver(transfer)
-        receiver.init(5, BUDGET_S)
+        receiver = receive(decode.manager, transfer, 5, BUDGET_S)
         while receiver.poll() is KVPoll.BOOTSTRAPPING:
             decode.changes.get(timeout=60)
         joined = receiver.poll() is KVPoll.WAITING_FOR_INPUT
@@ -126,8 +124,7 @@ def test_a_decode_that_never_comes_ends_prefills_half_by_its_deadline() -> None:
     try:
         prefill.manager.start()
         transfer = TransferId(new_room(), 0, prefill.me, absent.me)
-        sender = prefill.manager.sender(transfer)
-        sender.init(33, 0.3)
+        sender = expect(prefill.manager, transfer, 33, 0.3)
         error = failure(prefill, sender)
         assert error.code is ErrorCode.BOOTSTRAP_TIMEOUT
         prefill.wait_release(transfer)

@@ -16,14 +16,13 @@ import psutil
 import pytest
 
 from segue.kv.config import HOST, KVConfig
-from segue.kv.errors import AbortedByClient, ErrorCode
+from segue.kv.errors import AbortedByClient, ErrorCode, InvalidRequest
 from segue.kv.handles import Change, KVReceiver, KVSender
 from segue.kv.ids import KVPoll, RankId, Role, Span, TransferId, new_room
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import Metadata
 from segue.kv.transport.memory.pool_memory import Memory, allocate
 
 SHAPE = KVShape(layers=3, kv_heads=2, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
@@ -62,7 +61,7 @@ class Side:
     def wait_release(self, transfer: TransferId) -> None:
         while True:
             change = self.changes.get(timeout=DEADLINE_S)
-            if isinstance(change, events.Release) and change.transfer == transfer:
+            if isinstance(change, events.Release) and change.key == transfer.received_as:
                 return
 
     def close(self) -> None:
@@ -85,11 +84,21 @@ def sides(transport: str = "shm", **decode_options: object) -> Iterator[tuple[Si
         prefill.close()
 
 
+def expect(manager: KVManager, transfer: TransferId, tokens: int, budget_s: float) -> KVSender:
+    """Prefill's half of this hand-off, placed for its decode leader."""
+    placed = {"decode": transfer.decode, "attempt": transfer.attempt}
+    return manager.expect(transfer.sent_as, tokens, budget_s, **placed)
+
+
+def receive(manager: KVManager, transfer: TransferId, tokens: int, budget_s: float) -> KVReceiver:
+    """Decode's half of this hand-off."""
+    return manager.receive(transfer.received_as, transfer.prefill, tokens, budget_s)
+
+
 def begin(prefill: Side, decode: Side, tokens: int) -> tuple[TransferId, KVSender, KVReceiver]:
     transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-    sender, receiver = prefill.manager.sender(transfer), decode.manager.receiver(transfer)
-    sender.init(tokens, DEADLINE_S)
-    receiver.init(tokens, DEADLINE_S)
+    sender = expect(prefill.manager, transfer, tokens, DEADLINE_S)
+    receiver = receive(decode.manager, transfer, tokens, DEADLINE_S)
     decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
     return transfer, sender, receiver
 
@@ -98,18 +107,17 @@ def assert_handed_over(prefill: Side, decode: Side, tokens: int, chunk: int, pre
     """One hand-off from pages 0 … of prefill into pages 2 … of decode; the bytes must be equal."""
     pattern = os.urandom(prefill.spec.nbytes)
     prefill.memory.buffer[: len(pattern)] = pattern
-    transfer, sender, receiver = begin(prefill, decode, tokens)
+    _transfer, sender, receiver = begin(prefill, decode, tokens)
     count = -(-tokens // decode.spec.page_tokens) - prefix // decode.spec.page_tokens
-    receiver.send_metadata(range(2, 2 + count), prefix)
+    receiver.publish(range(2, 2 + count), prefix)
     prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
     for start in range(0, tokens, chunk):
         end = min(tokens, start + chunk)
-        last = Metadata(transfer=transfer, prompt_tokens=tokens, first_token=7) if end == tokens else None
+        last = b"7" if end == tokens else None
         sender.send(Span(start, end), range(PAGES), last)
     decode.wait(receiver, KVPoll.SUCCESS)
     prefill.wait(sender, KVPoll.SUCCESS)
-    assert receiver.metadata is not None
-    assert receiver.metadata.first_token == 7
+    assert receiver.metadata == b"7"
     for token in range(prefix, tokens):
         slot = (
             2 * decode.spec.page_tokens + token - prefix // decode.spec.page_tokens * decode.spec.page_tokens
@@ -161,7 +169,7 @@ def test_a_prompt_that_decode_has_already_moves_no_byte() -> None:
 def test_lesson_10_an_abort_reaches_the_other_side(transport: str) -> None:
     with sides(transport) as (prefill, decode):
         transfer, sender, receiver = begin(prefill, decode, 33)
-        receiver.send_metadata(range(9))
+        receiver.publish(range(9))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         sender.send(Span(0, 16), range(PAGES))
         receiver.abort(AbortedByClient("the client left").info)
@@ -181,7 +189,7 @@ def test_lesson_10_an_abort_reaches_the_other_side(transport: str) -> None:
 def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it(transport: str) -> None:
     with sides(transport) as (prefill, decode):
         transfer, sender, receiver = begin(prefill, decode, 33)
-        receiver.send_metadata(range(9))
+        receiver.publish(range(9))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         refused = threading.Event()
         exchange, handle = prefill.manager.exchange, prefill.manager.exchange.handle
@@ -214,7 +222,7 @@ def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it
 def test_lesson_09_a_peer_that_ends_fails_its_transfers_and_the_next_one_serves() -> None:
     with sides() as (prefill, decode):
         _transfer, sender, receiver = begin(prefill, decode, 33)
-        receiver.send_metadata(range(9))
+        receiver.publish(range(9))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         prefill.manager.close()
         while receiver.poll() is not KVPoll.FAILED:
@@ -272,8 +280,7 @@ def test_an_impossible_pair_is_refused_when_it_meets(options: dict[str, object],
             if "secret" not in options:  # a stranger is no warning
                 assert text in listener.get(timeout=DEADLINE_S)
             transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-            receiver = decode.manager.receiver(transfer)
-            receiver.init(5, 2 * DEADLINE_S)
+            receiver = receive(decode.manager, transfer, 5, 2 * DEADLINE_S)
             while receiver.poll() is not KVPoll.FAILED:
                 decode.changes.get(timeout=DEADLINE_S)
             assert receiver.error is not None
@@ -306,9 +313,12 @@ def test_nothing_is_left_after_close() -> None:
 def test_two_handles_of_one_transfer_are_refused() -> None:
     with sides() as (prefill, decode):
         transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-        prefill.manager.sender(transfer)
-        with pytest.raises(Exception, match="exists already"):
-            prefill.manager.sender(transfer)
+        expect(prefill.manager, transfer, 8, DEADLINE_S)
+        with pytest.raises(InvalidRequest, match="a room of its own"):
+            expect(prefill.manager, transfer, 8, DEADLINE_S)
+        receive(decode.manager, transfer, 8, DEADLINE_S)
+        with pytest.raises(InvalidRequest, match="a room of its own"):
+            receive(decode.manager, transfer, 8, DEADLINE_S)
 
 
 def test_a_manager_that_never_started_can_be_closed() -> None:
@@ -336,10 +346,10 @@ def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
 
         def many(number: int) -> None:
             for _ in range(number):
-                transfer, sender, receiver = begin(prefill, decode, 33)
-                receiver.send_metadata(range(9))
+                _transfer, sender, receiver = begin(prefill, decode, 33)
+                receiver.publish(range(9))
                 prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-                last = Metadata(transfer=transfer, prompt_tokens=33, first_token=7)
+                last = b"7"
                 sender.send(Span(0, 33), range(PAGES), last)
                 decode.wait(receiver, KVPoll.SUCCESS)
                 prefill.wait(sender, KVPoll.SUCCESS)
@@ -362,19 +372,16 @@ def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
 def test_lesson_20_metadata_too_large_for_a_frame_ends_its_own_hand_off_only() -> None:
     small = msgspec.structs.replace(LIMITS, max_frame_bytes=64 * 1024)
     with sides(limits=small) as (prefill, decode):
-        _, sender, receiver = begin(prefill, decode, 33)
-        receiver.send_metadata(range(9))
+        transfer, sender, receiver = begin(prefill, decode, 33)
+        receiver.publish(range(9))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-        huge = Metadata(
-            transfer=sender.transfer, prompt_tokens=33, first_token=7, timeline={"x" * 100_000: 1.0}
-        )
-        sender.send(Span(0, 33), range(PAGES), huge)
+        sender.send(Span(0, 33), range(PAGES), b"x" * 100_000)
         for side, handle in ((prefill, sender), (decode, receiver)):
             while handle.poll() is not KVPoll.FAILED:
                 side.changes.get(timeout=DEADLINE_S)
             assert handle.error is not None
             assert handle.error.code is ErrorCode.REQUEST_TOO_LARGE
-            side.wait_release(handle.transfer)
+            side.wait_release(transfer)
             handle.clear()
         assert_handed_over(prefill, decode, 33, 8)
         assert_at_rest(prefill)
@@ -390,13 +397,13 @@ def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCapt
         forgotten = threading.Event()
 
         def forget() -> None:
-            prefill.manager.exchange._tombstones.ended.clear()
+            prefill.manager.exchange.handle(events.Tick(), prefill.manager.clock.now() + 1e6)
             forgotten.set()
 
         prefill.manager.io.post(forget)
         assert forgotten.wait(DEADLINE_S)
         with caplog.at_level(logging.WARNING):
-            sender.send(Span(0, 8), range(PAGES), Metadata(transfer=transfer, prompt_tokens=8, first_token=1))
+            sender.send(Span(0, 8), range(PAGES), b"1")
             sender.clear()
             sender.send(Span(0, 8), range(PAGES))
             assert_at_rest(prefill)
@@ -406,8 +413,8 @@ def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCapt
 
 def test_kv_may_be_sent_before_the_first_token_is_known_and_nothing_is_committed_without_it() -> None:
     with sides() as (prefill, decode):
-        transfer, sender, receiver = begin(prefill, decode, 8)
-        receiver.send_metadata(range(2, 4))
+        _transfer, sender, receiver = begin(prefill, decode, 8)
+        receiver.publish(range(2, 4))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         sender.send(Span(0, 8), range(PAGES))
         decode.wait(receiver, KVPoll.TRANSFERRING)
@@ -416,12 +423,12 @@ def test_kv_may_be_sent_before_the_first_token_is_known_and_nothing_is_committed
             missing = ask(decode, machine.tally.missing)
         assert missing == "the metadata"
         assert receiver.poll() is KVPoll.TRANSFERRING
-        sender.finish(Metadata(transfer=transfer, prompt_tokens=8, first_token=7))
+        sender.finish(b"7")
         for side, handle in ((decode, receiver), (prefill, sender)):
             side.wait(handle, KVPoll.SUCCESS)
             handle.clear()
         assert receiver.metadata is not None
-        assert receiver.metadata.first_token == 7
+        assert receiver.metadata == b"7"
         assert_at_rest(prefill)
         assert_at_rest(decode)
 
@@ -429,7 +436,8 @@ def test_kv_may_be_sent_before_the_first_token_is_known_and_nothing_is_committed
 def assert_refused(sides: dict[Side, KVSender | KVReceiver], text: str) -> None:
     """A wrong call of the engine has ended the hand-off, with the same reason on both sides."""
     for side, handle in sides.items():
-        side.wait_release(handle.transfer)
+        while not handle.released:
+            side.changes.get(timeout=DEADLINE_S)
         assert handle.error is not None
         assert handle.error.code is ErrorCode.INTERNAL
         assert text in handle.error.text
@@ -440,18 +448,18 @@ def assert_refused(sides: dict[Side, KVSender | KVReceiver], text: str) -> None:
 
 def test_metadata_is_said_once() -> None:
     with sides() as (prefill, decode):
-        transfer, sender, receiver = begin(prefill, decode, 8)
-        receiver.send_metadata(range(2, 4))
+        _transfer, sender, receiver = begin(prefill, decode, 8)
+        receiver.publish(range(2, 4))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         for token in (7, 8):
-            sender.finish(Metadata(transfer=transfer, prompt_tokens=8, first_token=token))
+            sender.finish(str(token).encode())
         assert_refused({prefill: sender, decode: receiver}, "metadata was sent already")
 
 
 def test_a_wrong_call_of_the_engine_ends_its_own_hand_off_at_once() -> None:
     with sides() as (prefill, decode):
         _, sender, receiver = begin(prefill, decode, 8)
-        receiver.send_metadata(range(2, 4))
+        receiver.publish(range(2, 4))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         sender.send(Span(3, 8), range(PAGES))  # not from token 0
         assert_refused({prefill: sender, decode: receiver}, "one from token 0 of 8 was due")
@@ -508,7 +516,7 @@ def test_a_deadline_that_is_due_already_disturbs_no_event_that_comes_before_its_
 def test_a_bug_on_one_event_loses_none_of_those_posted_with_it_and_ends_its_hand_off() -> None:
     with sides() as (prefill, decode):
         transfer, sender, receiver = begin(prefill, decode, 8)
-        receiver.send_metadata(range(2, 4))
+        receiver.publish(range(2, 4))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         seen: list[type] = []
         handle = prefill.manager.exchange.handle
@@ -520,7 +528,7 @@ def test_a_bug_on_one_event_loses_none_of_those_posted_with_it_and_ends_its_hand
             return handle(event, now)
 
         prefill.manager.exchange.handle = broken  # type: ignore[method-assign]
-        sender.send(Span(0, 8), range(PAGES), Metadata(transfer=transfer, prompt_tokens=8, first_token=1))
+        sender.send(Span(0, 8), range(PAGES), b"1")
         prefill.wait_release(transfer)
         decode.wait_release(transfer)
         assert seen[:2] == [events.SendChunk, events.SendMetadata]

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 from rank_process import Wanted
-from test_manager import DEADLINE_S, LIMITS, ask, assert_at_rest, begin
+from test_manager import DEADLINE_S, LIMITS, ask, assert_at_rest, begin, expect, receive
 
 from segue.kv.config import KVConfig
 from segue.kv.errors import (
@@ -51,7 +51,6 @@ from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import Metadata
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks import rank_worker
 from segue.kv.ranks.rank_link import RankLink, encode
@@ -203,12 +202,12 @@ def ranked(
 
 
 def hand_over(prefill: RankedSide, decode: RankedSide, tokens: int, chunks: Sequence[int]) -> None:
-    transfer, sender, receiver = begin(prefill, decode, tokens)  # type: ignore[arg-type]
-    receiver.send_metadata(range(2, 2 + -(-tokens // PAGE)))
+    _transfer, sender, receiver = begin(prefill, decode, tokens)  # type: ignore[arg-type]
+    receiver.publish(range(2, 2 + -(-tokens // PAGE)))
     prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
     start = 0
     for end in (*chunks, tokens):
-        last = Metadata(transfer=transfer, prompt_tokens=tokens, first_token=7) if end == tokens else None
+        last = b"7" if end == tokens else None
         sender.send(Span(start, end), range(PAGES), last)
         start = end
     decode.wait(receiver, KVPoll.SUCCESS)
@@ -246,7 +245,7 @@ def test_bytes_arrive_between_worker_processes(transport: str, prefill_ranks: in
 def reserved(prefill: RankedSide, decode: RankedSide) -> tuple[KVSender, KVReceiver]:
     """A hand-off of which decode has said where to write, and prefill has sent the first half."""
     _, sender, receiver = begin(prefill, decode, 32)  # type: ignore[arg-type]
-    receiver.send_metadata(range(8))
+    receiver.publish(range(8))
     prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
     sender.send(Span(0, 16), range(PAGES))
     decode.wait(receiver, KVPoll.TRANSFERRING)
@@ -294,9 +293,8 @@ def test_ranks_that_have_connected_by_an_invitation_hand_over_and_die_as_any_oth
 
 def begin_anyway(prefill: RankedSide, decode: RankedSide) -> tuple[None, KVSender, KVReceiver]:
     transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-    sender, receiver = prefill.manager.sender(transfer), decode.manager.receiver(transfer)
-    sender.init(4, DEADLINE_S)
-    receiver.init(4, DEADLINE_S)
+    sender = expect(prefill.manager, transfer, 4, DEADLINE_S)
+    receiver = receive(decode.manager, transfer, 4, DEADLINE_S)
     return None, sender, receiver
 
 

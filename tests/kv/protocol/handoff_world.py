@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from segue.kv.ids import (
     RankCoord,
     RankId,
     Role,
+    RoomKey,
     Span,
     TransferId,
 )
@@ -34,7 +36,7 @@ from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
 from segue.kv.protocol.link import partners, writes
-from segue.kv.protocol.messages import HandoffMessage, Metadata
+from segue.kv.protocol.messages import HandoffMessage
 
 KV = KVShape(layers=2, kv_heads=1, k_dim=1, v_dim=1, dtype="int64", item_bytes=8)
 #: Layers where a side has several ranks: they divide by 1, 2 and 3.
@@ -80,6 +82,23 @@ Sides = tuple[int | Side, int | Side]
 def peer_up(peer: LeaderId, spec: PoolSpec, transport: str = "") -> events.PeerUp:
     """A session to a peer whose one pool is as our own."""
     return events.PeerUp(peer, plan_pair([spec], [spec]), transport)
+
+
+def expect(transfer: TransferId, prompt: int, deadline: float, **options: Any) -> events.ExpectRoom:
+    """Prefill's engine begins the room of `transfer`, placed for its decode leader."""
+    placed = {"decode": transfer.decode, "attempt": transfer.attempt, **options}
+    return events.ExpectRoom(key=transfer.sent_as, prompt_tokens=prompt, deadline=deadline, **placed)
+
+
+def receive(transfer: TransferId, prompt: int, deadline: float, **options: Any) -> events.OpenReceiver:
+    """Decode's engine begins its half of `transfer`."""
+    return events.OpenReceiver(
+        key=transfer.received_as,
+        prefill=transfer.prefill,
+        prompt_tokens=prompt,
+        deadline=deadline,
+        **options,
+    )
 
 
 def content(transfer: TransferId, token: int, layer: int, value: bool) -> int:
@@ -138,6 +157,7 @@ class Node:
         name = f"{role} {self.me}"
         self.exchange = Exchange(role, self.me, name, limits, "fake", world.kv_checksum)
         self.jobs: dict[TransferId, Job] = {}
+        self.keys: dict[RoomKey, Job] = {}
         self.free = set(range(pages))
         self.owner: dict[int, TransferId] = {}
         self.memory = [np.full(spec.nbytes // 8, POISON, np.int64) for spec in self.specs]
@@ -283,20 +303,20 @@ class World:
             case events.Phase():
                 self._phase(node, effect)
             case events.Release():
-                job = node.jobs[effect.transfer]
+                job = node.keys[effect.key]
                 job.releases += 1
                 assert job.releases == 1, "released twice"
                 assert job.phases[-1].terminal, "released before its end"
                 node.give_back(job)
             case events.Quarantined():
-                job = node.jobs[effect.transfer]
+                job = node.keys[effect.key]
                 job.quarantined += 1
                 assert effect.pages == len(job.pages)
                 assert job.quarantined == 1
                 assert job.releases == 0
 
     def _phase(self, node: Node, effect: events.Phase) -> None:
-        job = node.jobs[effect.transfer]
+        job = node.keys[effect.key]
         if job.phases:
             assert not job.phases[-1].terminal, "a phase after the last one"
             assert effect.phase is KVPoll.FAILED or effect.phase > job.phases[-1], "phases go back"
@@ -305,13 +325,12 @@ class World:
             assert effect.error is not None
             assert effect.error.origin, effect.error
             assert effect.error.phase, effect.error
-            assert effect.error.room == effect.transfer.room
+            assert effect.error.room == effect.key.room
             job.errors.append(effect.error)
             if effect.error.code is ErrorCode.CHECKSUM_MISMATCH:
-                assert effect.transfer in self.flipped, "a checksum is wrong though no bit is"
+                assert job.transfer in self.flipped, "a checksum is wrong though no bit is"
         if effect.phase is KVPoll.SUCCESS and node.role is Role.DECODE:
-            assert effect.metadata is not None
-            assert effect.metadata.transfer == effect.transfer, "consumed another's metadata"
+            assert effect.metadata == str(effect.key.room).encode(), "consumed another's metadata"
             first = job.prefix // node.spec.page_tokens
             for token in range(job.prefix, job.prompt):
                 for rank, index, value in node.at(job, token, first):
@@ -337,8 +356,8 @@ class World:
         job = Job(transfer, prompt)
         if node.me != transfer.prefill or not node.take(job, -(-prompt // node.spec.page_tokens), self.rng):
             return None
-        node.jobs[transfer] = job
-        self.tell(node, events.OpenSender(transfer, prompt, self.now + budget_s))
+        node.jobs[transfer] = node.keys[transfer.sent_as] = job
+        self.tell(node, expect(transfer, prompt, self.now + budget_s))
         return job
 
     def open_receiver(
@@ -348,8 +367,8 @@ class World:
         if node.me != transfer.decode:
             return None
         job = Job(transfer, prompt, prefix)
-        node.jobs[transfer] = job
-        self.tell(node, events.OpenReceiver(transfer, prompt, self.now + budget_s))
+        node.jobs[transfer] = node.keys[transfer.received_as] = job
+        self.tell(node, receive(transfer, prompt, self.now + budget_s))
         return job
 
     def publish(self, job: Job) -> bool:
@@ -361,7 +380,7 @@ class World:
         if not node.take(job, -(-job.prompt // size) - job.prefix // size, self.rng):
             return False
         job.published = True
-        self.tell(node, events.Publish(job.transfer, tuple(job.pages), job.prefix))
+        self.tell(node, events.Publish(job.transfer.received_as, tuple(job.pages), job.prefix))
         return True
 
     def send_chunk(self, job: Job, tokens: int) -> bool:
@@ -385,19 +404,20 @@ class World:
             job.sent, job.begun, job.layers = span.end, 0, 0
         elif span.end > job.prefix:
             job.begun, job.layers = span.end, layers
-        self.tell(node, events.SendChunk(job.transfer, span, tuple(job.pages), layers=layers))
+        self.tell(node, events.SendChunk(job.transfer.sent_as, span, tuple(job.pages), layers=layers))
         return True
 
     def send_metadata(self, job: Job) -> bool:
         if job.phases[-1] not in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING) or job.metadata_sent:
             return False
         job.metadata_sent = True
-        metadata = Metadata(transfer=job.transfer, prompt_tokens=job.prompt, first_token=job.transfer.room)
-        self.tell(self.prefill, events.SendMetadata(job.transfer, metadata))
+        content = str(job.transfer.room).encode()
+        self.tell(self.prefill, events.SendMetadata(job.transfer.sent_as, content))
         return True
 
     def abort(self, node: Node, job: Job) -> None:
-        self.tell(node, events.AbortTransfer(job.transfer, AbortedByClient("client left").info))
+        key = job.transfer.sent_as if node is self.prefill else job.transfer.received_as
+        self.tell(node, events.EndRoom(key, AbortedByClient("client left").info))
 
     # ---- network -------------------------------------------------------------------------------
 

@@ -359,7 +359,7 @@ def test_a_sample_of_fewer_layers_than_there_are_is_still_a_sample() -> None:
     w = full().waiting()
     effects = w.from_prefill(w.chunk(checksum=1, every=2**70))
     assert kinds(effects) == ["TRANSFERRING", "ComputeChecksum"]
-    w.tell(w.decode, events.AbortTransfer(w.transfer, CLIENT))
+    w.tell(w.decode, events.EndRoom(w.transfer.received_as, CLIENT))
 
 
 def test_a_deadline_while_verifying_says_so() -> None:

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.kv.ids import LeaderId, TransferId, new_incarnation
 from segue.kv.protocol.timers import DeadlineEntry, Deadlines
 
-ONE = TransferId(1, 0, LeaderId(new_incarnation()), LeaderId(new_incarnation()))
 STEP = st.one_of(
     st.tuples(st.just("add"), st.integers(0, 9)),
     st.tuples(st.just("cancel"), st.integers(0, 99)),
@@ -22,7 +20,7 @@ STEP = st.one_of(
 
 
 def timer(at: float) -> DeadlineEntry:
-    return DeadlineEntry(ONE, at)
+    return DeadlineEntry(at, lambda _: None)
 
 
 @settings(max_examples=150, deadline=None)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from handoff_world import Job, World
+from handoff_world import Job, World, expect, receive
 
 from segue.kv.errors import AbortedByClient, ErrorCode, InvalidRequest, PeerLost, TransferFailed
-from segue.kv.ids import KVPoll, Role, Span, TransferId
+from segue.kv.ids import KVPoll, Role, RoomKey, Span
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import ChunkPosted, Drained, Failed, HandoffMessage, Metadata
 
@@ -36,6 +36,11 @@ def test_lesson_01_a_receiver_exists_at_once_though_its_prefill_is_not_known_yet
     assert w.decode.exchange.sizes()["transfers"] == 1
 
 
+def name(job: Job, role: Role) -> RoomKey:
+    """What the engine of this side calls its half."""
+    return job.transfer.sent_as if role is Role.PREFILL else job.transfer.received_as
+
+
 @pytest.mark.parametrize("metadata_first", [True, False])
 def test_lesson_03_no_success_before_both_kv_and_metadata(metadata_first: bool) -> None:
     w = World()
@@ -61,7 +66,7 @@ def test_lesson_04_a_failed_bootstrap_is_not_overwritten_by_a_later_peer() -> No
     w.tell(w.decode, events.PeerDown(w.prefill.me, PeerLost("connection refused").info))
     assert job.phases[-1] is KVPoll.FAILED
     w.connect()
-    w.tell(w.decode, events.Publish(job.transfer, (1, 2, 3), 0))
+    w.tell(w.decode, events.Publish(job.transfer.received_as, (1, 2, 3), 0))
     assert job.phases == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
     assert not w.decode.epochs, "nothing may be granted after a failure"
     assert w.decode.exchange.phase(job.transfer) is KVPoll.FAILED
@@ -159,7 +164,7 @@ def test_lesson_10_the_peer_learns_of_a_failure_with_the_next_message(failing: R
     w.send_chunk(s, 5)
     node, job, other = (w.prefill, s, r) if failing is Role.PREFILL else (w.decode, r, s)
     error = TransferFailed("the model crashed").info
-    w.tell(node, events.AbortTransfer(job.transfer, error))
+    w.tell(node, events.EndRoom(name(job, failing), error))
     w.deliver(w.other(node).role)
     assert other.phases[-1] is KVPoll.FAILED
     assert other.errors == job.errors, "one root cause, carried unchanged"
@@ -175,7 +180,8 @@ def test_lesson_10_even_if_the_other_half_is_opened_later(failing: Role) -> None
         first, node = w.open_sender(transfer, PROMPT), w.prefill
     else:
         first, node = w.open_receiver(transfer, PROMPT), w.decode
-    w.tell(node, events.AbortTransfer(transfer, AbortedByClient("closed").info))
+    assert first is not None
+    w.tell(node, events.EndRoom(name(first, failing), AbortedByClient("closed").info))
     w.settle()
     second = (w.open_receiver if failing is Role.PREFILL else w.open_sender)(transfer, PROMPT)
     assert second.phases == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
@@ -216,10 +222,8 @@ def test_lesson_14_metadata_is_one_message_that_names_its_transfer() -> None:
     ends = [e for _, e in w.log if isinstance(e, events.Phase) and e.metadata is not None]
     assert len(ends) == 6
     for end in ends:
-        assert end.metadata is not None
-        assert end.metadata.transfer == end.transfer
-        assert end.metadata.first_token == end.transfer.room
-    wire = msgspec.msgpack.encode(Metadata(transfer=pairs[0][0].transfer, prompt_tokens=1, first_token=2))
+        assert end.metadata == str(end.key.room).encode()
+    wire = msgspec.msgpack.encode(Metadata(transfer=pairs[0][0].transfer, prompt_tokens=1, content=b"2"))
     assert msgspec.msgpack.decode(wire, type=HandoffMessage).transfer == pairs[0][0].transfer
 
 
@@ -247,16 +251,26 @@ def test_invariant_19_every_single_lost_message_fails_nobody_who_had_finished() 
             assert r.phases[-1] is KVPoll.SUCCESS, "prefill may only succeed after decode did"
 
 
-def test_lesson_21_samples_that_share_a_room_are_refused_and_an_attempt_is_another_transfer() -> None:
+def test_lesson_21_samples_that_share_a_room_are_refused_and_an_ordinal_or_a_generation_is_another_room() -> (
+    None
+):
     w = World()
     s, r = pair(w)
-    for node, kind in ((w.prefill, events.OpenSender), (w.decode, events.OpenReceiver)):
+    for node, event in (
+        (w.prefill, expect(s.transfer, PROMPT, 60.0)),
+        (w.decode, receive(s.transfer, PROMPT, 60.0)),
+        # Prefill keeps one room for all attempts: another attempt binds it, and is no second request.
+        (w.prefill, expect(msgspec.structs.replace(s.transfer, attempt=1), PROMPT, 60.0)),
+    ):
         with pytest.raises(InvalidRequest, match="a room of its own"):
-            node.exchange.handle(kind(s.transfer, PROMPT, 60.0), w.now)
-    retry = TransferId(s.transfer.room, 1, s.transfer.prefill, s.transfer.decode)
-    again = (w.open_sender(retry, PROMPT), w.open_receiver(retry, PROMPT))
+            node.exchange.handle(event, w.now)
+    others = [
+        msgspec.structs.replace(s.transfer, ordinal=1),
+        msgspec.structs.replace(s.transfer, generation=1),
+    ]
+    jobs = [opened(t, PROMPT) for t in others for opened in (w.open_sender, w.open_receiver)]
     w.work()
-    assert {job.phases[-1] for job in (s, r, *again)} == {KVPoll.SUCCESS}
+    assert {job.phases[-1] for job in (s, r, *jobs) if job} == {KVPoll.SUCCESS}
     w.come_to_rest()
 
 

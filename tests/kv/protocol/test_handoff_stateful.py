@@ -74,7 +74,8 @@ class Handoffs(RuleBasedStateMachine):
         role, transfer, prompt, prefix, deadline = self.unopened.pop(index % len(self.unopened))
         node = world.prefill if role is Role.PREFILL else world.decode
         budget = deadline - world.now
-        if budget <= 0 or node.exchange.sizes()["transfers"] >= world.limits.max_transfers:
+        halves = node.exchange.sizes()["rooms" if role is Role.PREFILL else "receivers"]
+        if budget <= 0 or halves >= world.limits.max_transfers:
             return
         if role is Role.PREFILL:
             world.open_sender(transfer, prompt, budget)

@@ -4,44 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from test_handoff_tombstones import destination
 from test_handoff_transitions import CLIENT, PROMPT, Case
 
 from segue.kv.errors import Internal
-from segue.kv.ids import KVPoll
+from segue.kv.ids import KVPoll, TransferId
 from segue.kv.limits import Limits
 from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.rooms import ParkedDestination, Room, RoomState
 from segue.kv.protocol.timers import DeadlineEntry
-from segue.kv.protocol.tombstones import ParkedDestination, Tombstone
+from segue.kv.protocol.tombstones import Tombstone
 
 Break = Callable[[Case, Exchange], object]
 
 
-def early(w: Case, exchange: Exchange, transfer: object = None) -> None:
-    name = w.transfer if transfer is None else w.new_transfer()
-    timer = DeadlineEntry(name, 9.0)
-    exchange._deadlines.add(timer)
-    exchange._tombstones.parked[name] = ParkedDestination(w.decode.me, destination(name, 1), timer)
+def timer(exchange: Exchange) -> DeadlineEntry:
+    exchange._deadlines.add(made := DeadlineEntry(9.0, lambda _: None))
+    return made
 
 
-def over(w: Case, exchange: Exchange, transfer: object = None) -> None:
-    name = w.transfer if transfer is None else w.new_transfer()
-    timer = DeadlineEntry(name, 9.0)
-    exchange._deadlines.add(timer)
-    exchange._tombstones.ended[name] = Tombstone(KVPoll.FAILED, CLIENT, timer, True, True)
+def early(w: Case, exchange: Exchange, transfer: TransferId | None = None) -> None:
+    """A destination waits, by all books, for a room of its own; without `transfer` for the one that is
+    bound."""
+    name = transfer or w.transfer
+    rooms = exchange._rooms
+    room = rooms.rooms.get(name.sent_as)
+    if room is None:
+        room = rooms.rooms[name.sent_as] = Room(name.sent_as, RoomState.PARKED, timer(exchange))
+    room.parked[name] = ParkedDestination(w.decode.me, destination(name, 1), timer(exchange))
+    rooms.parked += 1
+    rooms.parked_pages += 1
+
+
+def over(w: Case, exchange: Exchange, transfer: TransferId | None = None) -> None:
+    name = transfer or w.transfer
+    tombstone = Tombstone(KVPoll.FAILED, CLIENT, timer(exchange), opened=True, ended_by_peer=True)
+    exchange._tombstones.ended[name] = tombstone
 
 
 def both(w: Case, exchange: Exchange) -> None:
-    early(w, exchange, "another")
-    [(name, parked)] = exchange._tombstones.parked.items()
-    exchange._tombstones.ended[name] = Tombstone(KVPoll.FAILED, CLIENT, parked.timer, True, True)
-    exchange._deadlines.live += 1  # as if it were a timer of its own
+    name = w.new_transfer()
+    early(w, exchange, name)
+    over(w, exchange, name)
 
 
-def many(w: Case, exchange: Exchange, add: Callable[[Case, Exchange, object], None]) -> None:
-    for _ in range(3):
-        add(w, exchange, "another")
+def many(w: Case, exchange: Exchange, add: Callable[[Case, Exchange, TransferId], None]) -> None:
+    for _ in range(4):
+        add(w, exchange, w.new_transfer())
+
+
+def bound(exchange: Exchange) -> Room:
+    [room] = exchange._rooms.rooms.values()
+    return room
+
+
+def unheld(w: Case, exchange: Exchange) -> None:
+    room = bound(exchange)
+    room.machine, room.state = None, RoomState.EXPECTED
+    room.holding.clear()
 
 
 BROKEN: list[tuple[str, Break]] = [
@@ -53,13 +75,22 @@ BROKEN: list[tuple[str, Break]] = [
     ("is live and early", early),
     ("is live and ended", over),
     ("is early and ended", both),
-    ("more transfers than", lambda w, e: many(w, e, over)),
+    ("more tombstones than", lambda w, e: many(w, e, over)),
     ("more early destinations than", lambda w, e: many(w, e, early)),
+    ("the counts of parked destinations disagree", lambda w, e: setattr(e._rooms, "parked", 1)),
+    ("the counts of parked destinations disagree", lambda w, e: setattr(e._rooms, "parked_pages", 1)),
+    ("2 rooms are counted as open", lambda w, e: setattr(e._rooms, "open", 2)),
+    ("1 rooms are counted as closed", lambda w, e: e._rooms._closed.update({w.transfer.sent_as: None})),
+    ("more hand-offs than", lambda w, e: setattr(e._rooms, "open", 3)),
+    ("belongs to no room or receiver", unheld),
+    ("is held and has no machine", lambda w, e: bound(e).holding.add(w.new_transfer())),
+    ("does not know that its machine holds pages", lambda w, e: bound(e).holding.clear()),
+    ("is BOUND with machine None", lambda w, e: setattr(bound(e), "machine", None)),
+    ("is BOUND and its engine has None", lambda w, e: setattr(bound(e), "expected", None)),
+    ("is BOUND in phase FAILED", lambda w, e: setattr(bound(e), "phase", KVPoll.FAILED)),
+    ("has no deadline", lambda w, e: e._deadlines.cancel(bound(e).timer)),
     ("the deadline heap and the tables disagree", lambda w, e: setattr(e._deadlines, "live", 9)),
-    (
-        "the deadline heap and the tables disagree",
-        lambda w, e: e._deadlines.add(DeadlineEntry(w.transfer, 1.0)),
-    ),
+    ("the deadline heap and the tables disagree", lambda w, e: timer(e)),
 ]
 
 
@@ -74,11 +105,13 @@ def test_each_thing_that_is_wrong_with_the_tables_is_named(text: str, breaks: Br
 
 
 def test_as_many_as_there_may_be_are_not_too_many() -> None:
+    """The one room that is open may have one destination more that waits."""
     w = Case(limits=Limits(max_transfers=2, max_early_destinations=2)).waiting()
     exchange = w.prefill.exchange
     for _ in range(2):
-        early(w, exchange, "another")
-        over(w, exchange, "another")
+        early(w, exchange, w.new_transfer())
+        over(w, exchange, w.new_transfer())
+    early(w, exchange, msgspec.structs.replace(w.transfer, attempt=1))
     exchange.check_integrity()
     assert w.s is not None
     assert w.s.prompt == PROMPT

@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from handoff_world import Job, Node, World, peer_up, pool_spec
+from handoff_world import Job, Node, World, expect, peer_up, pool_spec, receive
 
 from segue.kv.errors import (
     AbortedByClient,
     ErrorCode,
+    ErrorInfo,
     InvalidRequest,
     MetadataMismatch,
     OutOfCapacity,
@@ -33,6 +34,7 @@ from segue.kv.protocol.messages import (
     Accepted,
     ChunkPosted,
     Committed,
+    Declined,
     Destination,
     Drained,
     Failed,
@@ -40,7 +42,7 @@ from segue.kv.protocol.messages import (
     Metadata,
     Moved,
 )
-from segue.kv.protocol.receiver import ReceiverMachine, ReceiverState
+from segue.kv.protocol.receiver import DestinationTerms, ReceiverMachine, ReceiverState
 from segue.kv.protocol.sender import REASON_WAIT_S, SenderMachine
 from segue.kv.protocol.tally import Tally
 
@@ -49,9 +51,12 @@ CLIENT = AbortedByClient("client left").info
 
 
 def kinds(effects: list[events.Effect]) -> list[str]:
-    """Effects as short words: the type, with the message or phase it carries."""
+    """Effects as short words: the type, with the message or phase it carries. What a machine says to its
+    room or receiver (`events.HandoffEffect`) is left out: their own word follows."""
     words = []
     for effect in effects:
+        if isinstance(effect, events.HandoffEffect):
+            continue
         word = type(effect).__name__
         if isinstance(effect, events.Send):
             word = type(effect.message).__name__
@@ -85,10 +90,20 @@ class Case(World):
         self.r = self.open_receiver(self.transfer, PROMPT, prefix)
         return self
 
-    def waiting(self, prefix: int = 0) -> Case:
+    def early(self) -> Case:
+        """A destination waits for its request."""
+        self.from_decode(self.destination())
+        return self
+
+    def published(self, prefix: int = 0) -> Case:
+        """Prefill has not read yet where to write."""
         self.open(prefix)
         assert self.r is not None
         self.publish(self.r)
+        return self
+
+    def waiting(self, prefix: int = 0) -> Case:
+        self.published(prefix)
         self.deliver(Role.PREFILL)
         self.deliver(Role.DECODE)
         return self
@@ -155,7 +170,7 @@ class Case(World):
         return msgspec.structs.replace(good, **changes)
 
     def metadata(self, **changes: Any) -> Metadata:
-        good = Metadata(transfer=self.transfer, prompt_tokens=PROMPT, first_token=7)
+        good = Metadata(transfer=self.transfer, prompt_tokens=PROMPT, content=b"7")
         return msgspec.structs.replace(good, **changes)
 
 
@@ -169,8 +184,27 @@ def a_machine(kind: type[Machine], world: World) -> Machine:
     exchange = world.prefill.exchange
     turn, transfer = Turn(), world.new_transfer()
     link = exchange._links[world.decode.me]
-    args = MachineArgs(exchange._local, turn, lambda: 1, transfer, world.decode.me, link, 1, 1.0)
-    return kind(args)
+    args = MachineArgs(
+        exchange._local, turn, lambda: 1, lambda _: None, transfer, world.decode.me, link, 1, 1.0
+    )
+    if issubclass(kind, ReceiverMachine):
+        return kind(args, DestinationTerms())
+    assert issubclass(kind, SenderMachine)
+    return kind(args, a_destination(transfer, link.plan.hash(1, 0, 1)))
+
+
+def a_destination(transfer: TransferId, plan_hash: int) -> Destination:
+    """One of a prompt of one token."""
+    return Destination(
+        transfer=transfer,
+        epoch=1,
+        budget_s=1.0,
+        prompt_tokens=1,
+        prefix_tokens=0,
+        pages=[0],
+        transport="fake",
+        plan_hash=plan_hash,
+    )
 
 
 def one_of_each(w: World) -> list[object]:
@@ -178,9 +212,9 @@ def one_of_each(w: World) -> list[object]:
     t = w.new_transfer()
     return [
         w.prefill.exchange._links[w.decode.me],
-        events.Publish(t, (), 0),
-        events.SendChunk(t, Span(0, 1), (0,)),
-        events.SendMetadata(t, Metadata(transfer=t, prompt_tokens=1, first_token=1)),
+        events.Publish(t.received_as, (), 0),
+        events.SendChunk(t.sent_as, Span(0, 1), (0,)),
+        events.SendMetadata(t.sent_as, b"1"),
         events.AbortTransfer(t, CLIENT),
         events.PeerDown(w.decode.me, CLIENT),
         events.WriteLanded(t, 0, 0, 0.0),
@@ -189,20 +223,11 @@ def one_of_each(w: World) -> list[object]:
         events.FenceDone(t, 0, RankId(t.decode), True),
         events.Granted(t, 0),
         events.Tick(),
-        Destination(
-            transfer=t,
-            epoch=1,
-            budget_s=1.0,
-            prompt_tokens=1,
-            prefix_tokens=0,
-            pages=[],
-            transport="",
-            plan_hash=0,
-        ),
+        a_destination(t, 0),
         Accepted(t),
         Moved(t, 0),
         ChunkPosted(transfer=t, source=0, target=0, sequence=0, span=Span(0, 0), nbytes=0, final=True),
-        Metadata(transfer=t, prompt_tokens=1, first_token=1),
+        Metadata(transfer=t, prompt_tokens=1, content=b"1"),
         Committed(t),
         Failed(t, CLIENT),
         Abort(t),
@@ -303,7 +328,7 @@ def test_no_move_frees_pages_that_somebody_may_touch_without_completion_or_proof
 def test_a_hand_off_from_open_to_success_effect_by_effect() -> None:
     w = Case()
     w.open()
-    assert (w.sender_state, w.receiver_state) == ("BOOTSTRAPPING", "WAITING_FOR_INPUT")
+    assert (w.sender_state, w.receiver_state) == ("-", "WAITING_FOR_INPUT"), "a room, and no machine yet"
     assert w.s is not None
     assert w.r is not None
     w.log.clear()
@@ -456,12 +481,12 @@ def test_a_fully_cached_prompt_posts_no_write_and_still_ends_by_the_book() -> No
 def test_publish_leaves_out_pages_after_the_prompt() -> None:
     w = Case()
     w.r = w.open_receiver(w.transfer, 8, prefix=8)
-    w.tell(w.decode, events.Publish(w.transfer, (5,), 8))
+    w.tell(w.decode, events.Publish(w.transfer.received_as, (5,), 8))
     [(_, message)] = w.queues[Role.PREFILL]
     assert isinstance(message, Destination)
     assert message.pages == []
     w = Case().open()
-    w.tell(w.decode, events.Publish(w.transfer, (1, 2, 3, 4, 5), 0))
+    w.tell(w.decode, events.Publish(w.transfer.received_as, (1, 2, 3, 4, 5), 0))
     [(_, message)] = w.queues[Role.PREFILL]
     assert isinstance(message, Destination)
     assert message.pages == [1, 2, 3]
@@ -472,132 +497,127 @@ def test_publish_leaves_out_pages_after_the_prompt() -> None:
 Act = Callable[[Case], events.Event]
 ILLEGAL: list[tuple[str, Callable[[], Case], Role, Act]] = [
     (
-        "chunk before destination",
+        "a gap before destination",
         lambda: Case().open(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(1, 4), (0, 1, 2)),
     ),
     (
-        "metadata of another attempt",
-        lambda: Case().waiting(),
-        Role.PREFILL,
-        lambda w: events.SendMetadata(
-            w.transfer,
-            w.metadata(transfer=TransferId(w.transfer.room, 1, w.prefill.me, w.decode.me)),
-        ),
-    ),
-    (
-        "metadata before destination",
+        "no layers before destination",
         lambda: Case().open(),
         Role.PREFILL,
-        lambda w: events.SendMetadata(w.transfer, w.metadata()),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 4), (0, 1, 2), layers=0),
+    ),
+    (
+        "metadata of what nobody expects",
+        Case,
+        Role.PREFILL,
+        lambda w: events.SendMetadata(w.transfer.sent_as, b"7"),
+    ),
+    (
+        "metadata of a room that waits for its request",
+        lambda: Case().early(),
+        Role.PREFILL,
+        lambda w: events.SendMetadata(w.transfer.sent_as, b"7"),
     ),
     (
         "chunk with a gap",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(1, 4), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(1, 4), (0, 1, 2)),
     ),
     (
         "chunk again",
         lambda: Case().transferring(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 4), (0, 1, 2)),
     ),
     (
         "chunk past the end",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(0, 11), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 11), (0, 1, 2)),
     ),
     (
         "empty chunk",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(0, 0), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 0), (0, 1, 2)),
     ),
     (
         "too few pages",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(0, 9), (0, 1)),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 9), (0, 1)),
     ),
     (
         "no layers",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2), layers=0),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 4), (0, 1, 2), layers=0),
     ),
     (
         "all layers by their number",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2), layers=2),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 4), (0, 1, 2), layers=2),
     ),
     (
         "layers again",
         lambda: Case().partly_sent(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2), layers=1),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 4), (0, 1, 2), layers=1),
     ),
     (
         "another chunk than the one of which layers were sent",
         lambda: Case().partly_sent(),
         Role.PREFILL,
-        lambda w: events.SendChunk(w.transfer, Span(0, 5), (0, 1, 2)),
-    ),
-    (
-        "another's metadata",
-        lambda: Case().waiting(),
-        Role.PREFILL,
-        lambda w: events.SendMetadata(w.transfer, w.metadata(transfer=w.new_transfer())),
-    ),
-    (
-        "another prompt's metadata",
-        lambda: Case().waiting(),
-        Role.PREFILL,
-        lambda w: events.SendMetadata(w.transfer, w.metadata(prompt_tokens=9)),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 5), (0, 1, 2)),
     ),
     (
         "publish at a sender",
         lambda: Case().open(),
         Role.PREFILL,
-        lambda w: events.Publish(w.transfer, (0, 1, 2), 0),
+        lambda w: events.Publish(w.transfer.received_as, (0, 1, 2), 0),
     ),
     (
         "publish again",
         lambda: Case().waiting(),
         Role.DECODE,
-        lambda w: events.Publish(w.transfer, (0, 1, 2), 0),
+        lambda w: events.Publish(w.transfer.received_as, (0, 1, 2), 0),
     ),
-    ("publish too few", lambda: Case().open(), Role.DECODE, lambda w: events.Publish(w.transfer, (0, 1), 0)),
+    (
+        "publish too few",
+        lambda: Case().open(),
+        Role.DECODE,
+        lambda w: events.Publish(w.transfer.received_as, (0, 1), 0),
+    ),
     (
         "publish a page twice",
         lambda: Case().open(),
         Role.DECODE,
-        lambda w: events.Publish(w.transfer, (0, 1, 1), 0),
+        lambda w: events.Publish(w.transfer.received_as, (0, 1, 1), 0),
     ),
     (
         "publish outside the pool",
         lambda: Case().open(),
         Role.DECODE,
-        lambda w: events.Publish(w.transfer, (0, 1, 24), 0),
+        lambda w: events.Publish(w.transfer.received_as, (0, 1, 24), 0),
     ),
     (
         "publish a long prefix",
         lambda: Case().open(),
         Role.DECODE,
-        lambda w: events.Publish(w.transfer, (), 11),
+        lambda w: events.Publish(w.transfer.received_as, (), 11),
     ),
-    ("open at the wrong side", Case, Role.DECODE, lambda w: events.OpenSender(w.transfer, 1, 9.0)),
+    ("open at the wrong side", Case, Role.DECODE, lambda w: expect(w.transfer, 1, 9.0)),
+    ("open without a prompt", Case, Role.PREFILL, lambda w: expect(w.transfer, 0, 9.0)),
     (
-        "open for another incarnation",
+        "chunk of nothing known",
         Case,
         Role.PREFILL,
-        lambda w: events.OpenSender(TransferId(5, 0, w.decode.me, w.decode.me), 1, 9.0),
+        lambda w: events.SendChunk(w.transfer.sent_as, Span(0, 4), (0,)),
     ),
-    ("open without a prompt", Case, Role.PREFILL, lambda w: events.OpenSender(w.transfer, 0, 9.0)),
-    ("chunk of nothing known", Case, Role.PREFILL, lambda w: events.SendChunk(w.transfer, Span(0, 4), (0,))),
 ]
 
 
@@ -617,7 +637,16 @@ def test_metadata_is_sent_once() -> None:
     assert w.s is not None
     w.send_metadata(w.s)
     with pytest.raises(IllegalEvent):
-        w.prefill.exchange.handle(events.SendMetadata(w.transfer, w.metadata()), w.now)
+        w.prefill.exchange.handle(events.SendMetadata(w.transfer.sent_as, b"8"), w.now)
+
+
+@pytest.mark.parametrize("make", [Case.open, Case.waiting])
+def test_metadata_has_a_largest_size(make: Callable[[Case], Case]) -> None:
+    w = make(Case(limits=Limits(max_metadata_bytes=5)))
+    key = w.transfer.sent_as
+    with pytest.raises(InvalidRequest, match=r"6 bytes, limits\.max_metadata_bytes allows 5"):
+        w.prefill.exchange.handle(events.SendMetadata(key, b"123456"), w.now)
+    assert "FAILED" not in kinds(w.tell(w.prefill, events.SendMetadata(key, b"12345")))
 
 
 def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
@@ -626,22 +655,23 @@ def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
     w.abort(w.prefill, w.s)
     w.abort(w.decode, w.r)  # type: ignore[arg-type]
     for node, event in (
-        (w.prefill, events.SendChunk(w.transfer, Span(4, 10), (0, 1, 2))),
-        (w.prefill, events.SendMetadata(w.transfer, w.metadata())),
-        (w.prefill, events.AbortTransfer(w.transfer, CLIENT)),
-        (w.decode, events.Publish(w.transfer, (0, 1, 2), 0)),
-        (w.decode, events.AbortTransfer(w.transfer, CLIENT)),
+        (w.prefill, events.SendChunk(w.transfer.sent_as, Span(4, 10), (0, 1, 2))),
+        (w.prefill, events.SendMetadata(w.transfer.sent_as, b"7")),
+        (w.prefill, events.EndRoom(w.transfer.sent_as, CLIENT)),
+        (w.decode, events.Publish(w.transfer.received_as, (0, 1, 2), 0)),
+        (w.decode, events.EndRoom(w.transfer.received_as, CLIENT)),
         (w.prefill, events.WriteLanded(w.transfer, 0, 0, 0.1)),
         (w.prefill, events.WriteBroken(w.transfer, 0, 5, CLIENT)),
     ):
         assert node.exchange.handle(event, w.now) == []
     assert w.prefill.exchange.counters["late_events"] == 4
-    assert w.decode.exchange.counters["late_events"] == 1
     w.settle()
     w.come_to_rest()
     for event in (events.WriteLanded(w.transfer, 0, 0, 0.1), w.fence_done(w.prefill)):
         assert w.prefill.exchange.handle(event, w.now) == []
-    assert w.prefill.exchange.handle(events.AbortTransfer(w.transfer, CLIENT), w.now) == []
+    for node, key in ((w.prefill, w.transfer.sent_as), (w.decode, w.transfer.received_as)):
+        assert node.exchange.handle(events.EndRoom(key, CLIENT), w.now) == []
+        assert node.exchange.handle(events.AbortTransfer(w.transfer, CLIENT), w.now) == []
 
 
 # ---- what a destination may not say ------------------------------------------------------------
@@ -662,19 +692,30 @@ def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
         ({"transport": "tcp"}, ErrorCode.TRANSFER_FAILED, "same --transport"),
     ],
 )
-def test_an_impossible_destination_fails_its_transfer(
+def test_an_impossible_destination_is_refused_and_leaves_the_room_open(
     changes: dict[str, Any], code: ErrorCode, words: str
 ) -> None:
     w = Case()
     w.s = w.open_sender(w.transfer, PROMPT)
-    effects = w.from_decode(w.destination(**changes))
-    assert kinds(effects) == ["FAILED", "Failed", "Drained", "Release"]
     assert w.s is not None
-    (error,) = w.s.errors
+    effects = w.from_decode(w.destination(**changes))
+    assert kinds(effects) == ["Failed", "Gone"]
+    error = failure_in(effects)
     assert error.code is code
     assert words in error.text
     assert error.origin == w.prefill.exchange._local.origin
     assert (error.phase, error.peer) == ("BOOTSTRAPPING", f"decode {w.decode.me}")
+    assert w.s.phases == [KVPoll.BOOTSTRAPPING]
+    assert kinds(w.from_decode(w.destination(**changes))) == ["Failed", "Gone"], "nor is it bound later"
+    second = msgspec.structs.replace(w.transfer, attempt=1)
+    effects = w.from_decode(w.destination(transfer=second))
+    assert kinds(effects) == ["WAITING_FOR_INPUT", "Accepted"]
+
+
+def failure_in(effects: list[events.Effect]) -> ErrorInfo:
+    """The error of the one `Failed` that is sent."""
+    [failed] = [e.message for e in effects if isinstance(e, events.Send) and isinstance(e.message, Failed)]
+    return failed.error
 
 
 def test_an_epoch_used_for_two_hand_offs_is_refused() -> None:
@@ -683,9 +724,11 @@ def test_an_epoch_used_for_two_hand_offs_is_refused() -> None:
     w.from_decode(w.destination())
     second = w.new_transfer()
     job = w.open_sender(second, PROMPT)
-    w.from_decode(w.destination(transfer=second))
+    effects = w.from_decode(w.destination(transfer=second))
+    assert kinds(effects) == ["Failed", "Gone"]
+    assert "two hand-offs" in failure_in(effects).text
     assert job is not None
-    assert "two hand-offs" in job.errors[0].text
+    assert job.phases == [KVPoll.BOOTSTRAPPING]
     assert w.sender_state == "WAITING_FOR_INPUT"
     assert w.prefill.exchange.transfer_of(w.decode.me, 77) == w.transfer
 
@@ -761,9 +804,7 @@ def test_a_repeated_chunk_or_metadata_changes_nothing() -> None:
     [
         ({"prompt_tokens": 9}, True),
         ({"prompt_tokens": 11}, True),
-        ({"first_token": 8}, False),
-        ({"prompt_hash": 1}, False),
-        ({"prefill_cached": 3}, False),
+        ({"content": b"8"}, False),
     ],
 )
 def test_metadata_that_is_not_ours_fails_the_transfer(changes: dict[str, Any], alone: bool) -> None:
@@ -780,7 +821,7 @@ def test_metadata_that_is_not_ours_fails_the_transfer(changes: dict[str, Any], a
 def test_news_before_anything_was_published_is_refused(message: str) -> None:
     w = Case().open()
     effects = w.from_prefill(getattr(w, message)())
-    assert kinds(effects) == ["FAILED", "Failed", "Release"]
+    assert kinds(effects) == ["FAILED", "Declined", "Release"]
 
 
 def test_the_tally_itself_refuses_metadata_of_another_transfer() -> None:
@@ -793,14 +834,14 @@ def test_the_tally_itself_refuses_metadata_of_another_transfer() -> None:
 
 
 def test_moved_names_the_rank_that_owns_the_room() -> None:
-    w = Case().waiting()
+    w = Case().published()
     w.from_prefill(Moved(w.transfer, 3))
     assert w.r is not None
     assert w.r.errors[0].code is ErrorCode.DP_RANK_CONFLICT
     assert "DP rank 3" in w.r.errors[0].text
 
 
-@pytest.mark.parametrize("make", [Case.open, Case.waiting, Case.in_flight])
+@pytest.mark.parametrize("make", [Case.waiting, Case.in_flight])
 def test_an_early_commit_is_a_doubt_and_ends_the_transfer(make: Callable[[Case], Case]) -> None:
     w = make(Case())
     w.from_decode(Committed(w.transfer))
@@ -822,7 +863,6 @@ def test_a_commit_before_the_metadata_was_sent_is_refused() -> None:
 
 PEER_SAYS = TransferFailed("it broke", origin="far away", phase="TRANSFERRING", room=1, elapsed_s=3.0).info
 SENDER_PLACES = {
-    "BOOTSTRAPPING": Case.open,
     "WAITING_FOR_INPUT": Case.waiting,
     "TRANSFERRING": Case.in_flight,
 }
@@ -842,7 +882,7 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
     if cause == "broken" and not posted:
         return
     cases: dict[str, events.Event] = {
-        "abort": events.AbortTransfer(w.transfer, CLIENT),
+        "abort": events.EndRoom(w.transfer.sent_as, CLIENT),
         "failed": events.Received(w.decode.me, Failed(w.transfer, PEER_SAYS)),
         "abort message": events.Received(w.decode.me, Abort(w.transfer)),
         "gone": events.Received(w.decode.me, Gone(w.transfer)),
@@ -869,7 +909,7 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
     codes = {
         "abort": ErrorCode.ABORTED_BY_CLIENT,
         "down": ErrorCode.PEER_LOST,
-        "deadline": ErrorCode.BOOTSTRAP_TIMEOUT if place == "BOOTSTRAPPING" else ErrorCode.DEADLINE_EXCEEDED,
+        "deadline": ErrorCode.DEADLINE_EXCEEDED,
     }
     assert error.code is codes.get(cause, ErrorCode.TRANSFER_FAILED)
     if cause == "failed":
@@ -878,6 +918,51 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
         assert (error.phase, error.room) == (place, w.transfer.room)
     if cause == "deadline":
         assert error.elapsed_s == 61.0
+
+
+@pytest.mark.parametrize("cause", ["abort", "failed", "abort message", "declined", "down", "deadline"])
+def test_a_room_that_was_placed_for_one_decode_ends_with_it_before_it_is_bound(cause: str) -> None:
+    w = Case()
+    w.s = w.open_sender(w.transfer, PROMPT)
+    assert w.s is not None
+    cases: dict[str, events.Event] = {
+        "abort": events.EndRoom(w.transfer.sent_as, CLIENT),
+        "failed": events.Received(w.decode.me, Failed(w.transfer, PEER_SAYS)),
+        "abort message": events.Received(w.decode.me, Abort(w.transfer)),
+        "declined": events.Received(w.decode.me, Declined(w.transfer, PEER_SAYS)),
+        "down": events.PeerDown(w.decode.me, PeerLost("cut").info),
+        "deadline": events.Tick(),
+    }
+    if cause == "deadline":
+        w.now = 61.0
+    effects = kinds(w.tell(w.prefill, cases[cause]))
+    told = ["Failed", "Gone"] if cause in ("abort", "deadline", "down") else []
+    answer = ["Gone"] if cause in ("failed", "abort message") else []
+    assert effects == [*answer, "FAILED", *told, "Release"]
+    (error,) = w.s.errors
+    codes = {
+        "abort": ErrorCode.ABORTED_BY_CLIENT,
+        "down": ErrorCode.PEER_LOST,
+        "deadline": ErrorCode.BOOTSTRAP_TIMEOUT,
+    }
+    assert error.code is codes.get(cause, ErrorCode.TRANSFER_FAILED)
+    if cause in ("failed", "declined"):
+        assert error == PEER_SAYS  # carried unchanged
+    else:
+        assert (error.phase, error.room) == ("BOOTSTRAPPING", w.transfer.room)
+    if cause == "deadline":
+        assert error.elapsed_s == 61.0
+    if cause == "down":
+        assert kinds(w.tell(w.prefill, events.PeerUp(w.decode.me, w.plan))) == ["Failed"], "it is said then"
+    assert kinds(w.from_decode(w.destination())) == ["Failed", "Gone"], "nor does it begin again"
+
+
+@pytest.mark.parametrize("message", [Committed, Gone])
+def test_what_says_nothing_of_a_room_without_a_binding_leaves_it_open(message: Callable[..., Any]) -> None:
+    w = Case()
+    w.open_sender(w.transfer, PROMPT)
+    assert kinds(w.from_decode(message(w.transfer))) == []
+    assert kinds(w.from_decode(w.destination())) == ["WAITING_FOR_INPUT", "Accepted"]
 
 
 def refused(w: Case) -> list[events.Effect]:
@@ -901,7 +986,7 @@ def test_lesson_10_a_refused_write_waits_for_the_reason_of_the_refusal(cause: st
         "failed": events.Received(w.decode.me, Failed(w.transfer, PEER_SAYS)),
         "abort message": events.Received(w.decode.me, Abort(w.transfer)),
         "down": events.PeerDown(w.decode.me, PeerLost("cut").info),
-        "abort": events.AbortTransfer(w.transfer, CLIENT),
+        "abort": events.EndRoom(w.transfer.sent_as, CLIENT),
     }
     effects = kinds(w.tell(w.prefill, cases[cause]))
     assert effects == ["Fence", "FAILED"] + (["Failed"] if cause == "abort" else [])
@@ -961,7 +1046,7 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
     w = RECEIVER_PLACES[place](Case(one_sided=True))
     assert w.receiver_state == place
     cases: dict[str, events.Event] = {
-        "abort": events.AbortTransfer(w.transfer, CLIENT),
+        "abort": events.EndRoom(w.transfer.received_as, CLIENT),
         "failed": events.Received(w.prefill.me, Failed(w.transfer, PEER_SAYS)),
         "drained": events.Received(w.prefill.me, Drained(w.transfer)),
         "gone": events.Received(w.prefill.me, Gone(w.transfer)),
@@ -973,8 +1058,9 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
         w.now = 61.0
     effects = kinds(w.tell(w.decode, cases[cause]))
     failed = ["Failed"] if cause in ("abort", "deadline") else []
-    if place == "WAITING_FOR_INPUT":
-        assert effects == ["FAILED", *failed, "Release"]
+    if place == "WAITING_FOR_INPUT":  # prefill knows its room by now, and nothing of this hand-off
+        declined = ["Declined"] if failed else []
+        assert effects == ["FAILED", *declined, "Release"]
     else:
         abort = [] if cause in ("down", "dead") else ["Abort"]
         proven = ["Release"] if cause in ("drained", "gone", "dead") else []
@@ -1011,6 +1097,7 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
         (lambda w: events.PeerDown(w.prefill.me, PeerLost("gone").info, dead=True, over="fake"), True),
         (lambda w: events.PeerDown(w.prefill.me, PeerLost("gone").info, dead=True, over="another"), False),
         (lambda w: events.PeerDown(LeaderId(Incarnation("e" * 32)), PeerLost("dead").info, dead=True), False),
+        (lambda w: events.EndRoom(w.transfer.received_as, CLIENT), False),
         (lambda w: events.AbortTransfer(w.transfer, CLIENT), False),
         (lambda w: events.Tick(), False),
     ],
@@ -1119,12 +1206,9 @@ def test_early_destinations_are_bounded_and_expire() -> None:
     w.from_decode(w.destination(budget_s=3.0))
     second = w.new_transfer()
     effects = w.from_decode(w.destination(transfer=second))
-    assert kinds(effects) == ["Failed"]
-    (sent,) = effects
-    assert isinstance(sent, events.Send)
-    assert isinstance(sent.message, Failed)
-    assert sent.message.error.code is ErrorCode.OUT_OF_CAPACITY
-    assert sent.message.error.room == second.room
+    assert kinds(effects) == ["Failed", "Gone"]
+    error = failure_in(effects)
+    assert (error.code, error.room, error.retryable) == (ErrorCode.OUT_OF_CAPACITY, second.room, True)
     assert w.prefill.exchange.next_deadline() == 3.0
     w.advance(4.0)
     assert w.prefill.exchange.sizes()["early"] == 0
@@ -1132,7 +1216,7 @@ def test_early_destinations_are_bounded_and_expire() -> None:
     assert w.prefill.exchange.sizes()["early"] == 1
     late = w.open_sender(second, PROMPT)
     assert late is not None
-    assert late.errors == [sent.message.error]
+    assert late.errors == [error]
 
 
 @pytest.mark.parametrize("budget_s", [float("nan"), float("inf"), -1.0, 1e300])
@@ -1157,7 +1241,7 @@ def test_an_abort_of_an_early_destination_ends_a_later_request_at_once(message: 
     assert w.s.phases == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
     assert w.s.releases == 1
     with pytest.raises(InvalidRequest):
-        w.prefill.exchange.handle(events.OpenSender(w.transfer, PROMPT, 99.0), w.now)
+        w.prefill.exchange.handle(expect(w.transfer, PROMPT, 99.0), w.now)
     w.come_to_rest()
 
 
@@ -1174,16 +1258,16 @@ def test_a_broken_session_takes_its_early_destinations_along() -> None:
 def test_a_second_creation_is_refused_and_leaves_the_first_alone() -> None:
     w = Case().transferring()
     for node, event in (
-        (w.prefill, events.OpenSender(w.transfer, 3, 1.0)),
-        (w.decode, events.OpenReceiver(w.transfer, 3, 1.0)),
+        (w.prefill, expect(w.transfer, 3, 1.0)),
+        (w.decode, receive(w.transfer, 3, 1.0)),
     ):
         with pytest.raises(InvalidRequest):
             node.exchange.handle(event, w.now)
     assert (w.sender_state, w.receiver_state) == ("TRANSFERRING", "TRANSFERRING")
     w.work()
     for node, event in (
-        (w.prefill, events.OpenSender(w.transfer, 3, 1.0)),
-        (w.decode, events.OpenReceiver(w.transfer, 3, 1.0)),
+        (w.prefill, expect(w.transfer, 3, 1.0)),
+        (w.decode, receive(w.transfer, 3, 1.0)),
     ):
         with pytest.raises(InvalidRequest, match="a room of its own"):
             node.exchange.handle(event, w.now)
@@ -1211,7 +1295,7 @@ def test_tombstones_and_transfers_are_bounded() -> None:
         assert job is not None
         jobs.append(job)
     with pytest.raises(OutOfCapacity):
-        w.decode.exchange.handle(events.OpenReceiver(w.new_transfer(), PROMPT, 60.0), w.now)
+        w.decode.exchange.handle(receive(w.new_transfer(), PROMPT, 60.0), w.now)
     for job in jobs:
         w.abort(w.decode, job)
     for _ in range(5):
@@ -1267,17 +1351,17 @@ def test_two_leaders_of_one_incarnation_are_two_peers_and_one_loss_ends_its_own_
     spec = pool_spec(24, 4)
     exchange = Exchange(Role.DECODE, me, "here", Limits(), "fake")
     peers = [LeaderId(other, 0), LeaderId(other, 1)]
-    transfers = [TransferId(1, 0, peer, me) for peer in peers]
+    transfers = [TransferId(1 + peer.dp_rank, 0, peer, me) for peer in peers]
     for peer, transfer in zip(peers, transfers, strict=True):
         exchange.handle(peer_up(peer, spec), 0.0)
-        exchange.handle(events.OpenReceiver(transfer, 4, 9.0), 0.0)
-        exchange.handle(events.Publish(transfer, (peer.dp_rank,), 0), 0.0)
+        exchange.handle(receive(transfer, 4, 9.0), 0.0)
+        exchange.handle(events.Publish(transfer.received_as, (peer.dp_rank,), 0), 0.0)
     # A word about the other one's hand-off is nobody's.
     assert not exchange.handle(events.Received(peers[1 - lost], Failed(transfers[lost], CLIENT)), 1.0)
     assert exchange.counters["stray_messages"] == 1
     effects = exchange.handle(events.PeerDown(peers[lost], PeerLost("dead").info, dead=True), 2.0)
     [failed] = [e for e in effects if isinstance(e, events.Phase)]
-    assert failed.transfer == transfers[lost]
+    assert failed.key == transfers[lost].received_as
     assert failed.error is not None
     assert failed.error.peer == f"prefill {other[:8]} dp{lost}"
     assert exchange.phase(transfers[1 - lost]) is KVPoll.WAITING_FOR_INPUT
@@ -1292,8 +1376,8 @@ def test_the_epochs_of_two_leaders_of_one_incarnation_differ() -> None:
         exchange = Exchange(Role.DECODE, me, "here", Limits(), "fake")
         transfer = TransferId(1, 0, peer, me)
         exchange.handle(peer_up(peer, spec), 0.0)
-        exchange.handle(events.OpenReceiver(transfer, 4, 9.0), 0.0)
-        effects = exchange.handle(events.Publish(transfer, (0,), 0), 0.0)
+        exchange.handle(receive(transfer, 4, 9.0), 0.0)
+        effects = exchange.handle(events.Publish(transfer.received_as, (0,), 0), 0.0)
         epochs |= {e.epoch for e in effects if isinstance(e, events.Grant)}
     assert len(epochs) == 2
 
@@ -1375,8 +1459,9 @@ def test_a_handler_that_breaks_in_its_middle_has_posted_and_granted_nothing(
         assert w.r is not None
         monkeypatch.setattr(receiver_module, "Tally", explode)
         w.publish(w.r)
-        expected = ["FAILED", "Failed", "Release"]
-    assert kinds([e for side, e in w.log if side == f"  {half.value}"][-len(expected) :]) == expected  # type: ignore[misc]
+        expected = ["FAILED", "Declined", "Release"]
+    said = kinds([e for side, e in w.log if side == f"  {half.value}"])  # type: ignore[misc]
+    assert said[-len(expected) :] == expected
     seen = [type(e) for _, e in w.log]
     assert (events.PostWrite if half is Role.PREFILL else events.Grant) not in seen
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from handoff_world import peer_up, pool_spec
-from test_handoff_transitions import CLIENT, PEER_SAYS, PROMPT, Case, kinds
+from handoff_world import expect, peer_up, pool_spec, receive
+from test_handoff_transitions import CLIENT, PEER_SAYS, PROMPT, Case, failure_in, kinds
 
 from segue.kv.errors import MAX_ERROR_TEXT, ErrorCode, PeerLost, TransferFailed
-from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, RankId, Role, Span, TransferId
+from segue.kv.ids import (
+    OPEN_RANK,
+    ChecksumMode,
+    Incarnation,
+    KVPoll,
+    LeaderId,
+    RankId,
+    Role,
+    Span,
+    TransferId,
+)
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
@@ -27,6 +39,7 @@ from segue.kv.protocol.messages import (
     HandoffMessage,
     Moved,
 )
+from segue.kv.protocol.room_ranks import FOLLOW_BOOTSTRAP_ROOM, DpRanks, PrefillInstance
 from segue.lab.sim.sim_engine import lineage_spec
 
 P, D = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
@@ -83,11 +96,25 @@ def test_a_death_that_is_known_is_not_taken_back_by_a_later_end_of_a_session() -
 @pytest.mark.parametrize("published", [True, False])
 def test_a_room_that_is_elsewhere_is_told_before_the_end_and_frees_nothing_by_itself(published: bool) -> None:
     w = Case(one_sided=True)
-    w = w.waiting() if published else w.open()
+    w = w.published() if published else w.open()
     effects = w.from_prefill(Moved(w.transfer, 3))
     assert effects[0] == events.Redirected(w.transfer, 3)
-    rest = ["Abort", "Fence", "Quarantined"] if published else ["Release"]
-    assert kinds(effects[1:]) == ["FAILED", "Failed", *rest]
+    rest = ["Failed", "Abort", "Fence", "Quarantined"] if published else ["Declined", "Release"]
+    assert kinds(effects[1:]) == ["FAILED", *rest]
+
+
+@pytest.mark.parametrize("make", [Case.waiting, Case.transferring], ids=["accepted", "written"])
+def test_a_rank_that_has_accepted_a_room_cannot_send_decode_elsewhere_any_more(
+    make: Callable[[Case], Case],
+) -> None:
+    """It may have written, so it is a failure like any other, with a full fence (handoff rule 5)."""
+    w = make(Case(one_sided=True))
+    effects = w.from_prefill(Moved(w.transfer, 3))
+    assert not [effect for effect in effects if isinstance(effect, events.Redirected)]
+    assert kinds(effects) == ["FAILED", "Failed", "Abort", "Fence", "Quarantined"]
+    assert w.r is not None
+    assert w.r.errors[0].code is ErrorCode.TRANSFER_FAILED
+    assert "after it had accepted" in w.r.errors[0].text
 
 
 def test_a_chunk_that_comes_again_and_is_not_what_it_was_ends_the_hand_off() -> None:
@@ -116,9 +143,8 @@ def test_what_another_try_could_heal_of_a_wrong_destination_is_said(
 ) -> None:
     w = Case()
     w.s = w.open_sender(w.transfer, PROMPT)
-    w.from_decode(w.destination(**changes))
-    assert w.s is not None
-    assert [(e.code, e.retryable) for e in w.s.errors] == [(ErrorCode.TRANSFER_FAILED, retryable)]
+    error = failure_in(w.from_decode(w.destination(**changes)))
+    assert (error.code, error.retryable) == (ErrorCode.TRANSFER_FAILED, retryable)
     assert w.prefill.exchange.transfer_of(w.decode.me, w.destination(**changes).epoch) is None
 
 
@@ -140,7 +166,10 @@ def test_what_an_error_says_of_its_origin_is_kept_and_what_it_leaves_open_is_fil
     whole = msgspec.structs.replace(known, text="x", peer="a third", room=99, elapsed_s=1.5)
     machine = node.exchange._machines[w.transfer]
     assert machine.fill(whole) == whole, "what is said already stays"
-    w.tell(node, events.AbortTransfer(w.transfer, known))
+    w.tell(
+        node,
+        events.EndRoom(w.transfer.sent_as if role is Role.PREFILL else w.transfer.received_as, known),
+    )
     [error] = job.errors
     assert (error.origin, error.phase, error.room) == ("elsewhere", "COMPUTING", w.transfer.room)
     assert (error.peer, error.elapsed_s) == (f"{peer.role} {peer.me}", 7.5)
@@ -221,16 +250,23 @@ def test_an_epoch_belongs_to_its_peer_and_an_open_hand_off_to_the_books() -> Non
     mine, other = TransferId(1, 0, P, D), TransferId(2, 0, THIRD, D)
     epochs: dict[TransferId, int] = {}
     for page, transfer in enumerate((mine, other)):
-        exchange.handle(events.OpenReceiver(transfer, 4, 60.0), 0.0)
-        effects = exchange.handle(events.Publish(transfer, (page,), 0), 0.0)
+        exchange.handle(receive(transfer, 4, 60.0), 0.0)
+        effects = exchange.handle(events.Publish(transfer.received_as, (page,), 0), 0.0)
         epochs |= {e.transfer: e.epoch for e in effects if isinstance(e, events.Grant)}
     assert exchange.transfer_of(P, epochs[mine]) == mine
     assert exchange.transfer_of(D, epochs[mine]) == mine, "decode's ranks pass on under it"
     assert exchange.transfer_of(THIRD, epochs[mine]) is None, "it is not theirs to write for"
     assert exchange.transfer_of(P, epochs[mine] + 100) is None
-    assert (exchange.open_transfers(), exchange.peers()) == ([mine, other], {P, THIRD})
-    exchange.handle(events.AbortTransfer(mine, CLIENT), 1.0)
-    assert (exchange.open_transfers(), exchange.peers()) == ([other], {P, THIRD}), "it waits for a proof"
+    assert (exchange.open_halves(), exchange.peers()) == (
+        [mine.received_as, other.received_as],
+        {P, THIRD},
+    )
+    exchange.handle(events.EndRoom(mine.received_as, CLIENT), 1.0)
+    assert (exchange.open_halves(), exchange.peers()) == ([other.received_as], {P, THIRD}), "not yet proven"
+    assert (exchange.phase_of(mine.received_as), exchange.phase_of(other.received_as)) == (
+        KVPoll.FAILED,
+        KVPoll.WAITING_FOR_INPUT,
+    )
     assert exchange.transfer_of(P, epochs[mine]) == mine
     exchange.handle(events.FenceDone(mine, 0, RankId(P), True), 2.0)
     assert exchange.peers() == {THIRD}
@@ -247,7 +283,7 @@ def test_an_epoch_of_prefill_is_one_of_the_decode_that_gave_it() -> None:
     # Another decode may give the same number: it is another epoch.
     w.tell(w.prefill, events.PeerUp(stranger, w.plan, "fake"))
     second = TransferId(99, 0, w.prefill.me, stranger)
-    w.prefill.exchange.handle(events.OpenSender(second, PROMPT, 60.0), w.now)
+    w.prefill.exchange.handle(expect(second, PROMPT, 60.0), w.now)
     effects = w.prefill.exchange.handle(
         events.Received(stranger, w.destination(epoch=7, transfer=second)), w.now
     )
@@ -260,8 +296,8 @@ def test_an_epoch_of_prefill_is_one_of_the_decode_that_gave_it() -> None:
 def test_decode_names_the_transport_that_was_chosen_for_this_peer(chosen: str, said: str) -> None:
     exchange = exchange_of(Role.DECODE, pool_spec(8, 4), P, transport=chosen)
     transfer = TransferId(1, 0, P, D)
-    exchange.handle(events.OpenReceiver(transfer, 4, 60.0), 0.0)
-    exchange.handle(events.Publish(transfer, (1,), 0), 5.0)
+    exchange.handle(receive(transfer, 4, 60.0), 0.0)
+    exchange.handle(events.Publish(transfer.received_as, (1,), 0), 5.0)
     [sent] = exchange.handle(events.Granted(transfer, 0), 5.0)
     assert isinstance(sent, events.Send)
     assert isinstance(sent.message, Destination)
@@ -272,13 +308,13 @@ def test_all_deadlines_that_have_passed_end_with_one_tick_and_each_by_its_own() 
     exchange = exchange_of(Role.DECODE, pool_spec(8, 4), P)
     transfers = [TransferId(room, 0, P, D) for room in range(1, 5)]
     for transfer, deadline in zip(transfers, (3.0, 5.0, 5.0, 5.5), strict=True):
-        exchange.handle(events.OpenReceiver(transfer, 4, deadline), 0.0)
+        exchange.handle(receive(transfer, 4, deadline), 0.0)
     effects = exchange.handle(events.Tick(), 5.0)
-    ended = [e.transfer for e in effects if isinstance(e, events.Phase) and e.phase is KVPoll.FAILED]
-    assert ended == transfers[:3]
+    ended = [e.key for e in effects if isinstance(e, events.Phase) and e.phase is KVPoll.FAILED]
+    assert ended == [transfer.received_as for transfer in transfers[:3]]
     assert exchange.phase(transfers[3]) is KVPoll.WAITING_FOR_INPUT
     assert exchange.handle(events.Tick(), 5.4) == []
-    assert exchange.open_transfers() == transfers[3:]
+    assert exchange.open_halves() == [transfers[3].received_as]
 
 
 # ---- a model that keeps a state --------------------------------------------------------------------------
@@ -294,9 +330,9 @@ class StatePair:
         self.decode = Exchange(Role.DECODE, D, "decode", Limits(), "tcp", mode)
         self.prefill.handle(peer_up(D, spec), 0.0)
         self.decode.handle(peer_up(P, spec), 0.0)
-        self.prefill.handle(events.OpenSender(self.transfer, PROMPT, 60.0), 0.0)
-        self.decode.handle(events.OpenReceiver(self.transfer, PROMPT, 60.0), 0.0)
-        self.decode.handle(events.Publish(self.transfer, (1, 2, 3), 0, 2), 0.0)
+        self.prefill.handle(expect(self.transfer, PROMPT, 60.0), 0.0)
+        self.decode.handle(receive(self.transfer, PROMPT, 60.0), 0.0)
+        self.decode.handle(events.Publish(self.transfer.received_as, (1, 2, 3), 0, 2), 0.0)
         [sent] = self.decode.handle(events.Granted(self.transfer, 0), 0.0)
         assert isinstance(sent, events.Send)
         assert isinstance(sent.message, Destination)
@@ -304,7 +340,9 @@ class StatePair:
         self.prefill.handle(events.Received(D, sent.message), 0.0)
 
     def chunk(self, start: int, end: int, slot: int | None) -> list[events.Effect]:
-        return self.prefill.handle(events.SendChunk(self.transfer, Span(start, end), (4, 5, 6), slot), 0.0)
+        return self.prefill.handle(
+            events.SendChunk(self.transfer.sent_as, Span(start, end), (4, 5, 6), slot), 0.0
+        )
 
     def of(self, effects: list[events.Effect], kind: type[Any]) -> Any:
         [found] = [effect for effect in effects if isinstance(effect, kind)]
@@ -348,17 +386,17 @@ def test_a_last_chunk_without_the_state_that_decode_waits_for_is_the_engine_s_mi
 def test_a_slot_where_decode_waits_for_none_is_the_engine_s_mistake() -> None:
     w = Case().waiting()
     with pytest.raises(IllegalEvent, match="slot 1 of the source for slot None"):
-        w.prefill.exchange.handle(events.SendChunk(w.transfer, Span(0, PROMPT), (0, 1, 2), 1), 0.0)
+        w.prefill.exchange.handle(events.SendChunk(w.transfer.sent_as, Span(0, PROMPT), (0, 1, 2), 1), 0.0)
 
 
 @pytest.mark.parametrize("slot", [0, 2])
 def test_no_prefix_is_published_where_the_state_at_its_end_is_not(slot: int) -> None:
     exchange = exchange_of(Role.DECODE, lineage_spec(8, 4, slots=3), P)
     transfer = TransferId(1, 0, P, D)
-    exchange.handle(events.OpenReceiver(transfer, 8, 60.0), 0.0)
+    exchange.handle(receive(transfer, 8, 60.0), 0.0)
     with pytest.raises(IllegalEvent, match="without the state at its end"):
-        exchange.handle(events.Publish(transfer, (1,), 4, slot), 0.0)
-    exchange.handle(events.Publish(transfer, (1, 2), 0, slot), 0.0)
+        exchange.handle(events.Publish(transfer.received_as, (1,), 4, slot), 0.0)
+    exchange.handle(events.Publish(transfer.received_as, (1, 2), 0, slot), 0.0)
 
 
 @pytest.mark.parametrize("slot", [-1, 3, None])
@@ -366,32 +404,37 @@ def test_a_destination_with_a_slot_that_decode_does_not_have_is_refused(slot: in
     spec = lineage_spec(8, 4, slots=3)
     exchange = exchange_of(Role.DECODE, spec, P)
     transfer = TransferId(1, 0, P, D)
-    exchange.handle(events.OpenReceiver(transfer, 4, 60.0), 0.0)
+    exchange.handle(receive(transfer, 4, 60.0), 0.0)
     with pytest.raises(IllegalEvent, match="in a pool of 3 slots"):
-        exchange.handle(events.Publish(transfer, (1,), 0, slot), 0.0)
+        exchange.handle(events.Publish(transfer.received_as, (1,), 0, slot), 0.0)
     assert exchange.phase(transfer) is KVPoll.WAITING_FOR_INPUT
-    exchange.handle(events.Publish(transfer, (1,), 0, 2), 0.0)
+    exchange.handle(events.Publish(transfer.received_as, (1,), 0, 2), 0.0)
 
 
 # ---- what opens while its session is up, and what is said after its end ----------------------------------
 
 
 @pytest.mark.parametrize("session_first", [True, False])
-@pytest.mark.parametrize("inferred", [True, False])
-def test_prefill_is_told_whether_decode_has_inferred_its_rank(inferred: bool, session_first: bool) -> None:
-    spec = pool_spec(8, 4)
-    exchange = exchange_of(Role.DECODE, spec)
-    transfer = TransferId(1, 0, P, D)
-    opened = events.OpenReceiver(transfer, 4, 60.0, inferred)
-    up = peer_up(P, spec, "tcp")
+@pytest.mark.parametrize(("rank", "inferred"), [(0, False), (OPEN_RANK, True)])
+def test_prefill_is_told_whether_decode_has_inferred_its_rank(
+    rank: int, inferred: bool, session_first: bool
+) -> None:
+    exchange = exchange_of(Role.DECODE, pool_spec(8, 4))
+    dp = DpRanks(size=2, load_balance=FOLLOW_BOOTSTRAP_ROOM)
+    instance = PrefillInstance(dp, frozenset({0, 1}))
+    exchange.handle(events.PrefillInstances({P.incarnation: instance}), 0.0)
+    transfer = TransferId(2, 0, P, D)
+    opened = receive(transfer, 4, 60.0)
+    opened = dataclasses.replace(opened, prefill=LeaderId(P.incarnation, rank), claim=b"both", replaces=3)
+    up = peer_up(P, pool_spec(8, 4), "tcp")
     for event in (up, opened) if session_first else (opened, up):
         exchange.handle(event, 0.0)
     assert exchange.phase(transfer) is KVPoll.WAITING_FOR_INPUT
-    exchange.handle(events.Publish(transfer, (1,), 0), 0.0)
+    exchange.handle(events.Publish(transfer.received_as, (1,), 0), 0.0)
     [sent] = exchange.handle(events.Granted(transfer, 0), 0.0)
     assert isinstance(sent, events.Send)
     assert isinstance(sent.message, Destination)
-    assert sent.message.inferred is inferred
+    assert (sent.message.inferred, sent.message.claim, sent.message.replaces) == (inferred, b"both", 3)
 
 
 @pytest.mark.parametrize("opened", [True, False])
@@ -421,7 +464,7 @@ def test_no_word_is_heard_without_a_session(role: Role, opened: bool) -> None:
         exchange = exchange_of(role, pool_spec(8, 4), peer)
         exchange.handle(events.PeerDown(peer, PeerLost("cut").info), 1.0)
         if opened:
-            opening = events.OpenSender if role is Role.PREFILL else events.OpenReceiver
+            opening = expect if role is Role.PREFILL else receive
             exchange.handle(opening(transfer, 4, 60.0), 1.0)
         before = exchange.sizes()
         assert exchange.handle(events.Received(peer, message), 2.0) == []

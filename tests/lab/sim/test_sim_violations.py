@@ -19,9 +19,9 @@ from segue.kv.errors import (
     MetadataMismatch,
     TransferFailed,
 )
-from segue.kv.ids import KVPoll, Role, TransferId
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, TransferId
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import Destination, Drained, Metadata
+from segue.kv.protocol.messages import Destination, Drained
 from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.clients import Asked
 from segue.lab.sim.datapath import ShmPath, TcpPath
@@ -60,8 +60,11 @@ class Stage:
             error = Internal("injected", origin="x", phase="y").info if phase is KVPoll.FAILED else None
             metadata = None
             if phase is KVPoll.SUCCESS and node is self.decode:
-                metadata = Metadata(transfer=self.transfer, prompt_tokens=4, first_token=1)
-            self.checks.effect(node, events.Phase(self.transfer, phase, error=error, metadata=metadata))
+                metadata = b"1"
+                self.checks._contents[self.transfer.room] = metadata
+            self.checks.effect(
+                node, events.HandoffPhase(self.transfer, phase, error=error, metadata=metadata)
+            )
 
     def destination(self, pages: list[int], epoch: int = 5) -> events.Send:
         message = Destination(
@@ -135,6 +138,23 @@ def after_the_end(stage: Stage) -> None:
     stage.phases(stage.decode, B, F, W)
 
 
+def room_ends_twice(stage: Stage) -> None:
+    for phase in (B, F, F):
+        stage.checks.effect(stage.decode, events.Phase(stage.transfer.received_as, phase))
+
+
+def room_released_alive(stage: Stage) -> None:
+    stage.checks.effect(stage.decode, events.Phase(stage.transfer.received_as, B))
+    stage.checks.effect(stage.decode, events.Release(stage.transfer.received_as))
+
+
+def room_released_under_its_machine(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W)
+    for phase in (B, F):
+        stage.checks.effect(stage.decode, events.Phase(stage.transfer.received_as, phase))
+    stage.checks.effect(stage.decode, events.Release(stage.transfer.received_as))
+
+
 def skipped_phase(stage: Stage) -> None:
     stage.phases(stage.decode, B, T)
 
@@ -142,17 +162,17 @@ def skipped_phase(stage: Stage) -> None:
 def released_twice(stage: Stage) -> None:
     stage.phases(stage.decode, B, W, T, S)
     for _ in range(2):
-        stage.checks.effect(stage.decode, events.Release(stage.transfer))
+        stage.checks.effect(stage.decode, events.HandoffReleased(stage.transfer))
 
 
 def released_alive(stage: Stage) -> None:
     stage.phases(stage.decode, B, W)
-    stage.checks.effect(stage.decode, events.Release(stage.transfer))
+    stage.checks.effect(stage.decode, events.HandoffReleased(stage.transfer))
 
 
 def quarantined_alive(stage: Stage) -> None:
     stage.phases(stage.decode, B, W)
-    stage.checks.effect(stage.decode, events.Quarantined(stage.transfer, 1))
+    stage.checks.effect(stage.decode, events.HandoffQuarantined(stage.transfer, 1))
 
 
 def leaked_page(stage: Stage) -> None:
@@ -220,7 +240,7 @@ def unfenced_quarantine(stage: Stage) -> None:
     stage.phases(stage.decode, B, W)
     half = stage.checks.halves[stage.decode.me, stage.transfer]
     half.phase, half.quarantined = F, True
-    stage.checks.effect(stage.decode, events.Release(stage.transfer))
+    stage.checks.effect(stage.decode, events.HandoffReleased(stage.transfer))
 
 
 def false_drained(stage: Stage) -> None:
@@ -242,7 +262,7 @@ def reads_pages_of_others(stage: Stage) -> None:
 
 def hashes_what_it_gave_up(stage: Stage) -> None:
     stage.phases(stage.decode, B, W, T, S)
-    stage.checks.effect(stage.decode, events.Release(stage.transfer))
+    stage.checks.effect(stage.decode, events.HandoffReleased(stage.transfer))
     stage.checks.ranks.hashing(stage.decode, stage.transfer, {0})
 
 
@@ -262,20 +282,21 @@ def mismatch_without_a_flip(stage: Stage) -> None:
     stage.deployment.causes.unexplained = lambda *_: ""  # type: ignore[method-assign]
     stage.phases(stage.decode, B, W, T)
     wrong = ChecksumMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
-    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=wrong))
+    stage.checks.effect(stage.decode, events.HandoffPhase(stage.transfer, F, error=wrong))
 
 
 def mismatch_that_forbids_a_retry(stage: Stage) -> None:
     stage.checks.flips.spoiled.add(stage.transfer)
     stage.phases(stage.decode, B, W, T)
     final = ChecksumMismatch("?", origin="x", phase="y", room=stage.transfer.room, retryable=False).info
-    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=final))
+    stage.checks.effect(stage.decode, events.HandoffPhase(stage.transfer, F, error=final))
 
 
 def foreign_metadata(stage: Stage) -> None:
     stage.phases(stage.decode, B, W, T)
-    other = Metadata(transfer=TransferId(1, 0, "a", "b"), prompt_tokens=4, first_token=1)  # type: ignore[arg-type]
-    stage.checks.effect(stage.decode, events.Phase(stage.transfer, S, metadata=other))
+    event = events.SendMetadata(stage.transfer.sent_as, b"1")
+    stage.checks.scope(stage.prefill, event, [])
+    stage.checks.effect(stage.decode, events.HandoffPhase(stage.transfer, S, metadata=b"2"))
 
 
 def commits_metadata_of_another_prompt(stage: Stage) -> None:
@@ -300,7 +321,7 @@ def placed(stage: Stage) -> None:
 def fails(stage: Stage, code: ErrorCode, text: str = "?") -> None:
     stage.phases(stage.decode, B)
     error = ErrorInfo(code=code, text=text, origin="x", phase="y", room=stage.transfer.room)
-    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=error))
+    stage.checks.effect(stage.decode, events.HandoffPhase(stage.transfer, F, error=error))
 
 
 def lost_where_nothing_struck(stage: Stage) -> None:
@@ -397,7 +418,7 @@ def unspoiled_metadata_refused(stage: Stage) -> None:
     stage.deployment.state.spoiled[stage.transfer.room + 1] = "prompt hash"
     stage.phases(stage.decode, B, W, T)
     wrong = MetadataMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
-    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=wrong))
+    stage.checks.effect(stage.decode, events.HandoffPhase(stage.transfer, F, error=wrong))
 
 
 def left_behind(item: Callable[[Stage], Item]) -> Callable[[Stage], None]:
@@ -406,7 +427,7 @@ def left_behind(item: Callable[[Stage], Item]) -> Callable[[Stage], None]:
     def spoil(stage: Stage) -> None:
         job = stage.job(stage.decode)
         scheduler: Any = stage.decode.scheduler
-        scheduler.table[stage.transfer] = RoleTransfer(job, None)  # type: ignore[arg-type]
+        scheduler.table[stage.transfer.received_as] = RoleTransfer(job, None)  # type: ignore[arg-type]
         stage.checks.requests.broken(stage.decode, item(stage))
 
     return spoil
@@ -440,12 +461,12 @@ def writes_without_being_told(stage: Stage) -> None:
 
 def another_transfer_touched(stage: Stage) -> None:
     event = events.AbortTransfer(TransferId(78, 0, stage.prefill.me, stage.decode.me), Internal("x").info)
-    stage.checks.scope(stage.decode, event, [events.Release(stage.transfer)])
+    stage.checks.scope(stage.decode, event, [events.HandoffReleased(stage.transfer)])
 
 
 def another_peer_touched(stage: Stage) -> None:
-    event = events.PeerDown("other", Internal("x").info)  # type: ignore[arg-type]
-    stage.checks.scope(stage.decode, event, [events.Release(stage.transfer)])
+    event = events.PeerDown(LeaderId(Incarnation("e" * 32)), Internal("x").info)
+    stage.checks.scope(stage.decode, event, [events.HandoffReleased(stage.transfer)])
 
 
 def without_a_cause(stage: Stage) -> None:
@@ -455,12 +476,15 @@ def without_a_cause(stage: Stage) -> None:
 def without_an_origin(stage: Stage) -> None:
     stage.phases(stage.decode, B)
     nameless = ErrorInfo(code=ErrorCode.PEER_LOST, text="?")
-    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=nameless))
+    stage.checks.effect(stage.decode, events.HandoffPhase(stage.transfer, F, error=nameless))
 
 
 def outlived_its_deadline(stage: Stage) -> None:
     deadline = stage.decode.clock.now() + 5.0
-    stage.decode.exchange.handle(events.OpenReceiver(stage.transfer, 4, deadline), stage.decode.clock.now())
+    opened = events.OpenReceiver(
+        key=stage.transfer.received_as, prefill=stage.prefill.me, prompt_tokens=4, deadline=deadline
+    )
+    stage.decode.exchange.handle(opened, stage.decode.clock.now())
     stage.deployment.world.now += 10.0
     stage.checks._deadlines(stage.decode)
 
@@ -478,7 +502,7 @@ def peer_not_told(stage: Stage) -> None:
     stage.phases(stage.prefill, B, W, T)
     stage.deployment.world.now += 1.0
     stage.phases(stage.decode, B, W, T, S)
-    stage.checks.effect(stage.decode, events.Release(stage.transfer))
+    stage.checks.effect(stage.decode, events.HandoffReleased(stage.transfer))
     stage.deployment.world.now += 100.0
     stage.checks.sweep()
 
@@ -530,7 +554,7 @@ def never_ended(stage: Stage) -> None:
 
 
 def handle_left(stage: Stage) -> None:
-    stage.decode.manager.receiver(stage.transfer)
+    stage.decode.manager.receive(stage.transfer.received_as, stage.prefill.me, 4, 1e9)
     stage.checks.at_rest()
 
 
@@ -559,9 +583,9 @@ def turns_with_a_hand_off_below_the_role(stage: Stage) -> None:
 LEFT: dict[str, Callable[[Stage], Item]] = {
     "cancel": lambda s: FromFrontend(s.front.me.incarnation, Cancel("left", Internal("x").info)),
     "gone": lambda s: FrontendGone(s.front.me.incarnation, Internal("x").info),
-    "phase": lambda s: events.Phase(s.transfer, F),
-    "release": lambda s: events.Release(s.transfer),
-    "quarantined": lambda s: events.Quarantined(s.transfer, 1),
+    "phase": lambda s: events.Phase(s.transfer.received_as, F),
+    "release": lambda s: events.Release(s.transfer.received_as),
+    "quarantined": lambda s: events.Quarantined(s.transfer.received_as, 1),
 }
 
 CASES: list[tuple[str, Callable[[Stage], None]]] = [
@@ -571,6 +595,9 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("1", never_opened),
     ("2", after_the_end),
     ("2", skipped_phase),
+    ("2", room_ends_twice),
+    ("3", room_released_alive),
+    ("3", room_released_under_its_machine),
     ("3", released_twice),
     ("3", released_alive),
     ("3", quarantined_alive),
@@ -683,7 +710,7 @@ def test_a_failure_that_a_retry_heals_needs_a_cause(monkeypatch: pytest.MonkeyPa
         if failed:
             return reserve(self, job)
         failed.append(job)
-        self.fail(job, TransferFailed("spurious").info, self.table.get(job.transfer).handle.changed_at)  # type: ignore[union-attr]
+        self.fail(job, TransferFailed("spurious").info, self.table.get(job.received_as).handle.changed_at)  # type: ignore[union-attr]
         return False
 
     monkeypatch.setattr(DecodeScheduler, "_reserve", fails_once)
@@ -700,4 +727,4 @@ def test_the_story_of_a_room_is_readable() -> None:
         assert word in story
     others = [r for r in stage.deployment.rooms if r not in asked.rooms]
     assert not any(f"{room:x}." in story for room in others)
-    assert describe(events.Release(asked and stage.transfer)).strip().startswith("Release")
+    assert describe(events.Release(stage.transfer.received_as)).strip().startswith("Release")

@@ -8,9 +8,9 @@ from typing import cast
 
 import msgspec
 
+from segue.kv import PrefillInstance
 from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.manager import KVManager
-from segue.kv.open_ranks import PrefillInstance
 from segue.server.instance.registry_link import follow_prefill
 from segue.server.registry.client import InstanceWatch
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
@@ -46,9 +46,8 @@ class Peers:
     def __init__(self) -> None:
         self.kept: dict[LeaderId, int] = {}
         self.ranks: dict[Incarnation, set[int]] = {}
-        self.open_ranks = self
 
-    def instances(self, there: Mapping[Incarnation, PrefillInstance]) -> None:
+    def prefill_instances(self, there: Mapping[Incarnation, PrefillInstance]) -> None:
         self.ranks = {who: set(instance.ranks) for who, instance in there.items()}
 
     def add_peer(self, leader: LeaderId, host: str, port: int) -> None:

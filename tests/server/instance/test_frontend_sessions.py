@@ -11,7 +11,7 @@ import pytest
 from segue.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, FollowPrefixes, Prefixes
 from segue.engine.request import Output
 from segue.kv.errors import Draining, ErrorCode, PeerLost, PeerRefused
-from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, TransferId
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, RoomKey
 from segue.kv.peers import PathSpeed
 from segue.kv.protocol import events
 from segue.kv.session.api import PeerInfo
@@ -315,8 +315,8 @@ class Tables:
         return {str(peer): PathSpeed("shm", 10, 5.0) for peer in self._peers}
 
 
-def phase(prefill: str, decode: str, poll: KVPoll) -> events.Phase:
-    return events.Phase(TransferId(1, 0, leader(prefill), leader(decode)), poll)
+def phase(peer: str, poll: KVPoll) -> events.Phase:
+    return events.Phase(RoomKey(1), poll, peer=leader(peer))
 
 
 def sights(role: Role, limit: int = 8, *peers: LeaderId) -> tuple[StatusReporter, Tables]:
@@ -350,14 +350,14 @@ def test_ends_of_hand_offs_are_counted_by_their_peer_and_by_how_they_ended(role:
     peer, other = ("d", "e") if role is Role.PREFILL else ("p", "q")
     found, _ = sights(role, 8, leader(peer), leader(other), leader("0"))
     for poll in (*KVPoll, KVPoll.SUCCESS):
-        found.changed(phase(*(("p", peer) if role is Role.PREFILL else (peer, "d")), poll))
-    found.changed(phase(*(("p", other) if role is Role.PREFILL else (other, "d")), KVPoll.FAILED))
-    found.changed(events.Release(TransferId(1, 0, leader("p"), leader("d"))))
+        found.changed(phase(peer, poll))
+    found.changed(phase(other, KVPoll.FAILED))
+    found.changed(events.Release(RoomKey(1)))
     assert [(pair.succeeded, pair.failed) for pair in found.of(load()).pairs] == [(2, 1), (0, 1), (0, 0)]
 
 
 def test_peers_whose_hand_offs_are_counted_are_bounded_and_the_latest_stay() -> None:
     found, _ = sights(Role.PREFILL, 2, *(leader(letter) for letter in "123"))
     for letter in "12131":
-        found.changed(phase("p", letter, KVPoll.SUCCESS))
+        found.changed(phase(letter, KVPoll.SUCCESS))
     assert [pair.succeeded for pair in found.of(load()).pairs] == [3, 0, 1]

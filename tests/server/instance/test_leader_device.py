@@ -15,8 +15,8 @@ from segue.engine.pages import PagePool
 from segue.engine.request import Grammar, Output, Request, SamplingParams
 from segue.kv.clock import Clock, VirtualClock
 from segue.kv.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity, PeerLost
-from segue.kv.handles import KVReceiver, KVSender
-from segue.kv.ids import Incarnation, KVPoll, LeaderId, Span, TransferId
+from segue.kv.handles import Handles
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, RoomKey, Span
 from segue.kv.io import MonotonicClock
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
@@ -91,13 +91,13 @@ class Device(LineageEngine):
         return self.forward.results
 
 
-class Stage:
+class Stage(Handles):
     """One leader, driven by hand; also the `Handoffs` and the owner of a prefill leader's handles."""
 
     def __init__(
         self, make: type[Scheduler] = UnifiedScheduler, clock: Clock | None = None, drain_s: float = 20.0
     ) -> None:
-        self.clock = clock or VirtualClock()
+        super().__init__(clock or VirtualClock())
         self.engine = Device(lineage_spec(16), vocab_size=VOCAB)
         self.pool = PagePool(16, 4)
         config = SchedulerConfig(me=ME, name="x", limits=Limits(drain_s=drain_s), chunk_tokens=8)
@@ -114,16 +114,8 @@ class Stage:
             report=lambda _load: None,
         )
 
-    def sender(self, transfer: TransferId) -> KVSender:
-        return KVSender(self, transfer)
-
-    def receiver(self, transfer: TransferId) -> KVReceiver:
-        raise AssertionError("a prefill leader receives nothing")
-
     def post(self, *batch: events.Event) -> None:
         self.posted.extend(batch)
-
-    def forget(self, transfer: TransferId) -> None: ...
 
     def submit(self, name: str, prompt: list[int], room: int, max_tokens: int = 3) -> SamplingParams:
         sampling = SamplingParams(max_tokens=max_tokens, seed=room)
@@ -134,7 +126,7 @@ class Stage:
         return sampling
 
     def changed(self, room: int, phase: KVPoll, **more: Any) -> None:
-        self.leader.changed(events.Phase(TransferId(room, 0, ME, PEER), phase, **more))
+        self.leader.changed(events.Phase(RoomKey(room), phase, **more))
 
     def spans(self) -> list[Span]:
         return [event.span for event in self.posted if isinstance(event, events.SendChunk)]
@@ -252,7 +244,7 @@ def test_the_end_of_a_hand_off_in_flight_is_taken_after_the_forward_and_that_of_
     lost = PeerLost("gone").info
     for room in (1, 2):
         stage.changed(room, KVPoll.FAILED, error=lost)
-        stage.leader.changed(events.Release(TransferId(room, 0, ME, PEER)))
+        stage.leader.changed(events.Release(RoomKey(room)))
     stage.leader.turn()
     assert stage.errors() == {"other": ErrorCode.PEER_LOST}
     assert len(stage.scheduler.table) == 1  # type: ignore[attr-defined]

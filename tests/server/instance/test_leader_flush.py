@@ -14,7 +14,7 @@ from segue.engine.kv_events import FollowPrefixes
 from segue.engine.request import Output
 from segue.kv.clock import VirtualClock
 from segue.kv.errors import ErrorCode, PeerLost
-from segue.kv.ids import Incarnation, KVPoll, LeaderId, TransferId
+from segue.kv.ids import Incarnation, KVPoll, RoomKey
 from segue.kv.io import MonotonicClock
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
@@ -252,13 +252,13 @@ def test_a_leader_that_leaves_sleeps_no_longer_than_it_may_drain() -> None:
 
 def test_that_bytes_move_does_not_wake_a_leader_but_every_other_change_does() -> None:
     leader = leader_of(Busy(0), VirtualClock(), 0.1, [])
-    transfer = TransferId(1, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("b" * 32)))
-    leader.changed(events.Phase(transfer, KVPoll.TRANSFERRING))
+    key = RoomKey(1)
+    leader.changed(events.Phase(key, KVPoll.TRANSFERRING))
     assert leader.inbox.empty()
     changes = [
-        *(events.Phase(transfer, phase) for phase in KVPoll if phase is not KVPoll.TRANSFERRING),
-        events.Quarantined(transfer, (1,)),
-        events.Release(transfer),
+        *(events.Phase(key, phase) for phase in KVPoll if phase is not KVPoll.TRANSFERRING),
+        events.Quarantined(key, (1,)),
+        events.Release(key),
     ]
     for change in changes:
         leader.changed(change)

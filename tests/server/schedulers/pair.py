@@ -14,7 +14,7 @@ from segue.engine.pages import PagePool
 from segue.engine.request import Output, Request, SamplingParams
 from segue.kv.clock import VirtualClock
 from segue.kv.errors import PeerLost
-from segue.kv.handles import Change, KVReceiver, KVSender
+from segue.kv.handles import Handles
 from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
 from segue.kv.layout.planner import plan_pair
 from segue.kv.limits import Limits
@@ -31,8 +31,8 @@ FRONT = Incarnation("f" * 32)
 VOCAB = 1000
 
 
-class Node:
-    """One leader: role, engine, exchange; the `HandleOwner` and `Handoffs` of its handles."""
+class Node(Handles):
+    """One leader: role, engine, exchange, handles."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class Node:
         max_batch: int = 8,
         slots: int = 0,
     ):
+        super().__init__(clock)
         self.me = LeaderId(Incarnation(incarnation * 32))
         self.kind = kind
-        self.clock = clock
         self.engine = LineageEngine(lineage_spec(pages, page_tokens, slots=slots), vocab_size=VOCAB)
         self.pool = PagePool(pages, page_tokens)
         limits = Limits(max_batch=max_batch, max_queue=64)
@@ -56,29 +56,14 @@ class Node:
         make = PrefillScheduler if kind is Role.PREFILL else DecodeScheduler
         config = SchedulerConfig(me=self.me, name=kind.value, limits=limits, chunk_tokens=chunk_tokens)
         self.scheduler = make(self.engine, self.pool, config, self)
-        self.handles: dict[TransferId, KVSender | KVReceiver] = {}
         self.effects: deque[events.Effect] = deque()
-
-    def sender(self, transfer: TransferId) -> KVSender:
-        handle = KVSender(self, transfer)
-        self.handles[transfer] = handle
-        return handle
-
-    def receiver(self, transfer: TransferId) -> KVReceiver:
-        handle = KVReceiver(self, transfer)
-        self.handles[transfer] = handle
-        return handle
 
     def post(self, *batch: events.Event) -> None:
         for event in batch:
             self.effects.extend(self.exchange.handle(event, self.clock.now()))
 
-    def forget(self, transfer: TransferId) -> None:
-        self.handles.pop(transfer, None)
-
-    def changed(self, change: Change) -> None:
-        if (handle := self.handles.get(change.transfer)) is not None:
-            handle.apply(change)
+    def changed(self, change: events.Change) -> None:
+        self.apply(change)
         self.scheduler.on_change(change, self.clock.now())
 
     def turn(self) -> bool:
@@ -160,6 +145,10 @@ class Pair:
             if wanted:
                 node.scheduler.submit(FRONT, message, self.clock.now())
         return sampling
+
+    def transfer(self, room: int, attempt: int = 0) -> TransferId:
+        """The hand-off of a room between the two."""
+        return TransferId(room, attempt, self.prefill.me, self.decode.me)
 
     def pump(self) -> None:
         """Carry effects out until there are none, then collect outputs."""

@@ -115,7 +115,7 @@ def test_lesson_01_an_unsettled_peer_changes_only_the_phase() -> None:
     sampling = pair.submit("r", [1, 2, 3], 3)
     pair.pump()
     [job] = pair.decode.scheduler.preallocation
-    handle = pair.decode.handles[job.transfer]
+    handle = pair.decode.handles[job.received_as]
     assert handle.poll() is KVPoll.BOOTSTRAPPING
     pair.decode.turn()
     assert list(pair.decode.scheduler.preallocation) == [job]
@@ -356,7 +356,7 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     assert pair.decode.pool.quarantined == 11
     free = pair.decode.pool.free
     drained.append(True)
-    transfer = next(iter(pair.prefill.scheduler.table))
+    transfer = pair.transfer(next(iter(pair.prefill.scheduler.table)).room)
     pair.decode.post(events.FenceDone(transfer, 0, RankId(pair.prefill.me), False))
     pair.prefill.post(events.FenceDone(transfer, 0, RankId(pair.decode.me), True))
     pair.run()

@@ -19,12 +19,13 @@ from segue.kv.errors import (
     PeerLost,
     TransferFailed,
 )
-from segue.kv.ids import Incarnation, LeaderId, TransferId
+from segue.kv.ids import Incarnation
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Committed, Metadata
 from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import reference
 from segue.server.messages.control import Submit
+from segue.server.schedulers.prefill_result import PrefillResult
 from segue.server.schedulers.request_state import RequestState
 from segue.server.schedulers.retained_prompts import RetainedPrompts
 
@@ -157,12 +158,11 @@ def test_twice_in_a_row() -> None:
             decode_dies(pair)
     pair.lose = lambda _effect: False
     # The metadata of the last attempt was held back too: it is not lost, its session lives.
-    transfer = next(iter(pair.decode.handles))
-    kept = pair.prefill.scheduler.admission.by_seq[
-        next(iter(pair.prefill.scheduler.admission.by_seq))
-    ].metadata
-    assert kept is not None
-    assert kept.transfer == transfer
+    key = next(iter(pair.decode.handles))
+    [state] = pair.prefill.scheduler.admission.by_seq.values()
+    assert state.result is not None
+    transfer = pair.transfer(key.room, key.attempt)
+    kept = Metadata(transfer=transfer, prompt_tokens=22, content=state.result.encode())
     pair.decode.post(events.Received(pair.prefill.me, kept))
     pair.run()
     assert pair.tokens("r2") == wanted
@@ -335,23 +335,21 @@ def job(prompt: list[int], seed: int = 1, deadline: float = 10.0) -> RequestStat
     )
 
 
-def metadata() -> Metadata:
-    transfer = TransferId(1, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)))
-    return Metadata(transfer=transfer, prompt_tokens=1, first_token=1)
+RESULT = PrefillResult(first_token=1)
 
 
 def test_entries_and_bytes_are_bounded_and_the_oldest_go() -> None:
     kept = RetainedPrompts(max_entries=3, max_bytes=2500)
     jobs = [job([i]) for i in range(5)]
     for each in jobs:
-        kept.put(each, metadata(), Tail())
+        kept.put(each, RESULT, Tail())
         kept.check_integrity()
     assert [kept.take(each) is not None for each in jobs] == [False, False, False, True, True]
     assert (len(kept), kept.nbytes) == (0, 0)
     for each in jobs:
-        kept.put(each, metadata(), None)
+        kept.put(each, RESULT, None)
     assert len(kept) == 3
-    kept.put(job(list(range(1000))), metadata(), Tail())
+    kept.put(job(list(range(1000))), RESULT, Tail())
     assert len(kept) == 3, "one that is too large is not kept, and pushes nobody out"
     kept.check_integrity()
 
@@ -359,8 +357,8 @@ def test_entries_and_bytes_are_bounded_and_the_oldest_go() -> None:
 def test_the_same_prompt_again_replaces_what_was_kept_and_time_ends_it() -> None:
     kept = RetainedPrompts()
     for _ in range(3):
-        kept.put(job([1, 2]), metadata(), Tail())
-    kept.put(job([1, 2], seed=2, deadline=20.0), metadata(), Tail())
+        kept.put(job([1, 2]), RESULT, Tail())
+    kept.put(job([1, 2], seed=2, deadline=20.0), RESULT, Tail())
     assert len(kept) == 2
     kept.expire(10.0)
     kept.check_integrity()
@@ -418,7 +416,7 @@ def test_a_lost_peer_fails_what_waits_for_it_in_each_phase_and_not_at_the_deadli
 def test_a_first_token_drawn_otherwise_is_another_request_s(other: dict[str, object]) -> None:
     """Prompt and seed, which the key is of, are the same; the first token may differ."""
     kept, first = RetainedPrompts(), job([1, 2, 3], 5)
-    kept.put(first, metadata(), None)
+    kept.put(first, RESULT, None)
     asked = job([1, 2, 3], 5)
     asked.request = structs.replace(asked.request, sampling=structs.replace(asked.sampling, **other))
     assert kept.take(asked) is None
@@ -427,9 +425,9 @@ def test_a_first_token_drawn_otherwise_is_another_request_s(other: dict[str, obj
 
 def test_an_equal_hash_is_not_an_equal_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is a hash; the tokens decide, of the prompt and of what was given already."""
-    monkeypatch.setattr(RequestState, "prompt_hash", 7)
+    monkeypatch.setattr(RequestState, "claim", b"7")
     kept, first = RetainedPrompts(), job([1, 2, 3])
-    kept.put(first, metadata(), None)
+    kept.put(first, RESULT, None)
     assert kept.take(job([1, 2, 4])) is None
     given = job([1, 2, 3])
     given.request = structs.replace(given.request, output=[9])
@@ -496,7 +494,7 @@ def test_what_is_not_to_be_trusted_after_an_error_is_not_kept(code: ErrorCode) -
 def test_what_is_kept_ends_one_after_the_other() -> None:
     kept = RetainedPrompts()
     for prompt, deadline in (([1], 30.0), ([2], 10.0), ([3], 20.0)):
-        kept.put(job(prompt, deadline=deadline), metadata(), None)
+        kept.put(job(prompt, deadline=deadline), RESULT, None)
     for end in (10.0, 20.0, 30.0):
         assert kept.next_end() == end
         kept.expire(end)

@@ -12,7 +12,7 @@ from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
 from segue.engine.request import Request, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode, Internal, InvalidRequest
-from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId, TransferId
+from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId, RoomKey
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.ticket import Ticket
@@ -275,7 +275,7 @@ def test_what_happened_to_a_request_is_told_its_ended_attempts_first_and_the_one
 
 def test_a_unified_instance_takes_no_word_of_a_hand_off_silently() -> None:
     with pytest.raises(Internal, match="no hand-off"):
-        made().on_change(events.Release(TransferId(5, 0, ME, ME)), 0.0)
+        made().on_change(events.Release(RoomKey(5)), 0.0)
 
 
 def test_the_next_deadline_is_of_somebody_who_is_still_here_however_many_have_left() -> None:

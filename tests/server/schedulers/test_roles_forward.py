@@ -9,12 +9,11 @@ import pytest
 from msgspec.structs import replace
 from pair import FRONT, VOCAB, Node, Pair
 from test_roles_admission import finish, made, step, submitted
-from test_unified import ME
 
 from segue.engine.engine_api import SequenceResult, SequenceStep, run_step
 from segue.engine.request import Output, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity
-from segue.kv.ids import KVPoll, TransferId
+from segue.kv.ids import KVPoll, RoomKey
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import TokenLogprob
 from segue.lab.sim.sim_engine import LineageEngine, reference
@@ -72,15 +71,15 @@ def test_without_requests_a_forward_that_runs_is_no_rest() -> None:
     scheduler = made()
     scheduler.submit(FRONT, submitted("r", [1, 2, 3], 9), 0.0)
     steps = launch(scheduler)
-    assert scheduler.computes(TransferId(scheduler.admission.by_seq[1].ticket.room, 0, ME, ME))
-    assert not scheduler.computes(TransferId(99, 0, ME, ME))
+    assert scheduler.computes(RoomKey(scheduler.admission.by_seq[1].ticket.room))
+    assert not scheduler.computes(RoomKey(99))
     scheduler.drain()
     scheduler.cancel(FRONT, "r", LEFT, 0.0)
     assert scheduler.load().waiting == scheduler.load().running == 0
     assert not scheduler.load().drained
     scheduler.complete(run_step(scheduler.engine, steps), 0.0)
     assert scheduler.load().drained
-    assert not scheduler.computes(TransferId(1, 0, ME, ME))
+    assert not scheduler.computes(RoomKey(1))
 
 
 def test_a_step_that_the_engine_could_not_run_ends_those_it_was_for_and_nobody_who_waits() -> None:
@@ -155,7 +154,7 @@ def test_a_bug_that_is_one_request_s_ends_that_one_known_or_not_and_once() -> No
     bug = Internal("a bug").info
     room = scheduler.admission.by_seq[2].ticket.room
     for attempt in (1, 0, 0):
-        scheduler.broken_handoff(TransferId(room, attempt, ME, ME), bug, float(attempt))
+        scheduler.broken_handoff(RoomKey(room, attempt=attempt), bug, float(attempt))
         assert (len(scheduler.admission.requests) == 2) is (attempt == 1), "another attempt is another one"
     scheduler.broken(FRONT, "never came", bug, 1.0)
     told = [(out.request_id, out.error.phase) for _, out in scheduler.outbox if out.error is not None]
@@ -232,11 +231,12 @@ def test_neither_half_gives_pages_back_under_a_forward_that_has_them(side: str, 
     steps = until(pair, side, lambda steps: steps[0].start > 0)
     node: Node = getattr(pair, side)
     [state] = node.scheduler.admission.requests.values()
-    assert node.scheduler.computes(state.transfer)
+    key = node.scheduler.key_of(state)
+    assert node.scheduler.computes(key)
     used = node.pool.used
     node.scheduler.cancel(FRONT, "r", LEFT, 0.0)
-    assert node.scheduler.computes(state.transfer), "what the protocol says of it waits all the same"
-    assert not node.scheduler.computes(replace(state.transfer, attempt=1))
+    assert node.scheduler.computes(key), "what the protocol says of it waits all the same"
+    assert not node.scheduler.computes(replace(key, generation=1))
     assert node.pool.used == used
     assert node.engine.sizes()["sequences"] == 1
     if ends == "complete":
@@ -299,12 +299,12 @@ def test_what_the_protocol_says_of_a_request_that_has_ended_begins_nothing() -> 
     """The word that decode has told where to write may come after the client has left."""
     pair = Pair()
     pair.submit("r", list(range(9)), 3, to=(True, False))
-    [transfer] = pair.prefill.scheduler.table
+    [key] = pair.prefill.scheduler.table
     pair.prefill.scheduler.cancel(FRONT, "r", LEFT, 0.0)
-    pair.prefill.scheduler.on_change(events.Phase(transfer, KVPoll.WAITING_FOR_INPUT), 0.0)
+    pair.prefill.scheduler.on_change(events.Phase(key, KVPoll.WAITING_FOR_INPUT), 0.0)
     assert pair.prefill.scheduler.plan(0.0) == []
     assert len(pair.prefill.scheduler.queue) == 0
-    unknown = TransferId(transfer.room + 1, 0, transfer.prefill, transfer.decode)
+    unknown = RoomKey(key.room + 1)
     for node in (pair.prefill, pair.decode):
         node.scheduler.on_change(events.Phase(unknown, KVPoll.WAITING_FOR_INPUT), 0.0)
         node.scheduler.on_change(events.Release(unknown), 0.0)
@@ -424,9 +424,8 @@ def test_what_prefill_knows_of_the_prompt_s_tokens_reaches_the_client_with_the_f
         result = SequenceResult(result.seq_id, result.token, drawn, prompt_logprobs=list(entries))
         node.scheduler.complete([result], 0.0)
     [state] = node.scheduler.admission.requests.values()
-    metadata = state.metadata
-    assert metadata is not None
-    assert (metadata.prompt_tokens, metadata.prefill_cached, metadata.computed) == (20, 0, 20)
+    assert state.result is not None
+    assert (state.result.prefill_cached, state.result.computed) == (0, 20)
     pair.run()
     first, last = pair.outputs["r"]
     assert first.prompt_logprobs == told
@@ -436,11 +435,7 @@ def test_what_prefill_knows_of_the_prompt_s_tokens_reaches_the_client_with_the_f
     steps = until(pair, "prefill", lambda steps: steps[0].sample)
     [state] = node.scheduler.admission.requests.values()
     node.scheduler.complete(run_step(node.engine, steps, node.scheduler.stored), 0.0)
-    assert state.metadata is not None
-    assert (state.metadata.prompt_tokens, state.metadata.prefill_cached, state.metadata.computed) == (
-        21,
-        20,
-        1,
-    )
+    assert state.result is not None
+    assert (state.result.prefill_cached, state.result.computed) == (20, 1)
     pair.run()
     pair.assert_at_rest()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pair import FRONT, Pair
-from test_retained_prompts import Tail, job, metadata
+from test_retained_prompts import RESULT, Tail, job
 from test_roles_admission import finish, made, step, submitted
 
 from segue.kv.errors import Internal
@@ -68,7 +68,7 @@ def test_tables_of_requests_that_differ_are_seen() -> None:
 def test_what_is_kept_beyond_its_bounds_or_counted_wrongly_is_seen() -> None:
     kept = RetainedPrompts(max_entries=2, max_bytes=10_000)
     for n in range(2):
-        kept.put(job([n]), metadata(), Tail())
+        kept.put(job([n]), RESULT, Tail())
     kept.check_integrity()
     kept.nbytes += 1
     with pytest.raises(AssertionError, match="counted"):

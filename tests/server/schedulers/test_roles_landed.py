@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from test_retained_prompts import ask, decode_dies, hold, until_computed
 
 from segue.engine.request import RankHints, Request, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode, MetadataMismatch
-from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, TransferId
+from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, RoomKey
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Drained, Gone, Metadata
 from segue.kv.protocol.room_ranks import (
@@ -28,6 +29,7 @@ from segue.server.messages.control import Submit
 from segue.server.schedulers.decode import DecodeScheduler
 from segue.server.schedulers.fair_queue import PASSED_STEPS
 from segue.server.schedulers.local_prompts import LocalPrompts
+from segue.server.schedulers.prefill_result import PrefillResult, decode_result
 from segue.server.schedulers.request_state import first_usage
 
 LEFT = AbortedByClient("left").info
@@ -47,7 +49,7 @@ class Posted:
 
         def post(*batch: events.Event) -> None:
             self.events += batch
-            normal(*(e for e in batch if not isinstance(e, events.AnnounceRoom)))
+            normal(*batch)
 
         node.post = post  # type: ignore[method-assign]
 
@@ -59,15 +61,16 @@ class Posted:
 
 
 @pytest.mark.parametrize(
-    ("changes", "retryable"),
+    "lied",
     [
-        ({"first_token": VOCAB}, True),
-        ({"first_token": -1}, True),
-        ({"prompt_hash": 5}, False),
+        lambda result: structs.replace(result, first_token=VOCAB).encode(),
+        lambda result: structs.replace(result, first_token=-1).encode(),
+        lambda result: result.encode()[:-1],
+        lambda result: b"",
     ],
 )
-def test_what_prefill_says_of_the_first_token_and_the_prompt_is_compared_and_nothing_is_given_to_the_client(
-    changes: dict[str, int], retryable: bool
+def test_a_result_of_prefill_that_cannot_be_is_refused_and_nothing_is_given_to_the_client(
+    lied: Callable[[PrefillResult], bytes],
 ) -> None:
     pair = Pair()
 
@@ -75,7 +78,7 @@ def test_what_prefill_says_of_the_first_token_and_the_prompt_is_compared_and_not
         if not isinstance(effect, events.Send) or not isinstance(effect.message, Metadata):
             return False
         pair.lose = lambda _effect: False
-        said = structs.replace(effect.message, **changes)
+        said = structs.replace(effect.message, content=lied(decode_result(effect.message.content)))
         pair.decode.post(events.Received(pair.prefill.me, said))
         return True
 
@@ -83,7 +86,7 @@ def test_what_prefill_says_of_the_first_token_and_the_prompt_is_compared_and_not
     pair.submit("r", list(range(9)), 3)
     pair.run()
     [error] = [out.error for out in pair.outputs["r"] if out.error is not None]
-    assert (error.code, error.retryable) == (ErrorCode.METADATA_MISMATCH, retryable)
+    assert (error.code, error.retryable) == (ErrorCode.METADATA_MISMATCH, True)
     assert pair.tokens("r") == []
     assert len(decode_of(pair).cache.tree.match(list(range(9))).pages) == 0, "nobody else gets these pages"
     pair.assert_at_rest()
@@ -106,7 +109,7 @@ def test_a_hand_off_that_lands_after_its_client_has_left_gives_nothing_and_keeps
     held: list[events.Effect] = []
 
     def late(effect: events.Effect) -> bool:
-        if isinstance(effect, events.Phase | events.Release) and effect.transfer.decode == pair.decode.me:
+        if isinstance(effect, events.Phase | events.Release):
             if isinstance(effect, events.Phase) and effect.phase is KVPoll.SUCCESS and effect.metadata:
                 held.append(effect)
                 return True
@@ -212,10 +215,12 @@ def test_both_halves_wait_no_longer_than_the_request_has_and_decode_passes_the_c
     request = Request(request_id="r", prompt=[1, 2, 3], sampling=SamplingParams(), output=[4], ranks=hints)
     for node in posted:
         node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
-    [sender] = posted[pair.prefill].of(events.OpenSender)
+    [sender] = posted[pair.prefill].of(events.ExpectRoom)
     [receiver] = posted[pair.decode].of(events.OpenReceiver)
     for opened in (sender, receiver):
         assert (opened.prompt_tokens, opened.deadline) == (4, 35.0)
+    assert sender.claim == receiver.claim != b""
+    assert (sender.decode, receiver.prefill) == (pair.decode.me, pair.prefill.me)
     assert (receiver.hint, receiver.force_query) == (
         hints.disagg_prefill_dp_rank,
         hints.force_query_prefill_dp_rank,
@@ -256,13 +261,13 @@ def test_prefill_registers_a_room_that_decode_cannot_infer_and_ends_a_conflict_o
     ticket = Ticket(room=room, attempt=0, prefill=prefill, decode=pair.decode.me, budget_s=30.0)
     request = Request(request_id="r", prompt=[1, 2], sampling=SamplingParams(), ranks=RankHints(**hints))
     node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
-    name = TransferId(room, 0, node.me, pair.decode.me)
-    assert [event.transfer for event in posted.of(events.OpenSender)] == [name]
-    announcements = [(event.transfer, event.ttl_s) for event in posted.of(events.AnnounceRoom)]
-    assert announcements == ([(name, 30.0)] if announced else [])
+    key = RoomKey(room)
+    assert [(event.key, event.announce) for event in posted.of(events.ExpectRoom)] == [(key, announced)]
+    registered = [effect for effect in node.effects if isinstance(effect, events.RegisterRoom)]
+    assert registered == ([events.RegisterRoom(key, 30.0)] if announced else [])
     errors = [out.error.code for _, out in node.scheduler.outbox if out.error is not None]
     assert errors == ([ErrorCode.DP_RANK_CONFLICT] if conflict and rule == FAIL_ON_CONFLICT else [])
-    assert [event.transfer for event in posted.of(events.AbortTransfer)] == [name] * len(errors)
+    assert [event.key for event in posted.of(events.EndRoom)] == [key] * len(errors)
     pair.pump()
     if errors:
         pair.assert_at_rest()
@@ -309,8 +314,8 @@ def test_what_waits_in_quarantine_takes_no_credits_from_those_who_may_still_be_s
     sampling = pair.submit("c", list(range(50, 59)), 2)
     pair.run()
     assert pair.tokens("c") == reference(list(range(50, 59)), sampling, VOCAB, 2)
-    for transfer in list(decode_of(pair).table):
-        pair.decode.post(events.Received(pair.prefill.me, Drained(transfer)))
+    for key in list(decode_of(pair).table):
+        pair.decode.post(events.Received(pair.prefill.me, Drained(pair.transfer(key.room))))
     pair.run()
     pair.assert_at_rest()
 
@@ -324,13 +329,13 @@ def test_a_room_whose_pages_wait_for_a_proof_is_in_use_though_its_ticket_is_forg
     pair.clock.advance(5.0)
     pair.run()
     assert pair.decode.pool.quarantined == 3
-    [transfer] = decode_of(pair).table
+    [key] = decode_of(pair).table
     pair.rooms -= 1
     pair.submit("again", list(range(9)), 2, to=(False, True))
     pair.pump()
     assert pair.errors("again") == ["INVALID_REQUEST"]
     assert pair.decode.pool.quarantined == 3
-    pair.decode.post(events.Received(pair.prefill.me, Drained(transfer)))
+    pair.decode.post(events.Received(pair.prefill.me, Drained(pair.transfer(key.room))))
     pair.run()
     pair.assert_at_rest()
 
@@ -533,9 +538,9 @@ def test_that_pages_wait_for_a_proof_is_said_twice_and_done_once() -> None:
     pair.run()
     pair.submit("r", list(range(12)), 2)
     drive(pair)
-    [transfer] = decode_of(pair).table
+    [key] = decode_of(pair).table
     for _ in range(2):
-        decode_of(pair).on_change(events.Quarantined(transfer, 2), 0.0)
+        decode_of(pair).on_change(events.Quarantined(key, 2), 0.0)
         assert (pair.decode.pool.quarantined, decode_of(pair).cache.tree.pages) == (2, 2)
     pair.decode.pool.check_integrity()
 
@@ -556,7 +561,7 @@ def test_how_long_the_wire_and_the_commit_took_and_when_it_was_ready_is_told_wit
     success, release = held
     pair.lose = lambda _effect: False
     pair.clock.advance(3.0)
-    pair.decode.handles[success.transfer].apply(replace(success, wire_s=0.25))
+    pair.decode.handles[success.key].apply(replace(success, wire_s=0.25))
     pair.clock.advance(0.5)
     decode_of(pair).on_change(success, pair.clock.now())
     decode_of(pair).on_change(release, pair.clock.now())

@@ -119,7 +119,8 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
     pair.lose = hold
     pair.submit("r", list(range(40)), 4, budget_s=50)
     pair.run()
-    transfer = next(iter(pair.prefill.scheduler.table))
+    key = next(iter(pair.prefill.scheduler.table))
+    transfer = pair.transfer(key.room)
     pair.clock.advance(50)
     pair.run()
     assert pair.errors("r")
@@ -127,7 +128,7 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
         pair.clock.advance(YEAR_S / 12)
         pair.run()
     node = getattr(pair, side)
-    assert node.scheduler.table.get(transfer) is not None, "the hand-off was forgotten"
+    assert node.scheduler.table.get(key) is not None, "the hand-off was forgotten"
     held = node.pool.quarantined if side == "decode" else node.pool.used
     assert held > 0, "time alone freed pages that somebody may still touch"
     proven.append(True)

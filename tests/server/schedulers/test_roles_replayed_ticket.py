@@ -69,12 +69,14 @@ def test_a_ticket_in_the_session_of_another_frontend_is_refused() -> None:
     pair.assert_at_rest()
 
 
-def test_a_retry_is_another_attempt_and_has_a_ticket_of_its_own() -> None:
+def test_a_retry_is_another_attempt_in_a_room_of_its_own() -> None:
     pair = signed_pair()
     first = ticket(pair, 7)
     submit(pair, pair.prefill, "a", [1, 2, 3], first)
     pair.prefill.scheduler.cancel(FRONT, "a", LEFT, pair.clock.now())
-    both(pair, "a~1", [1, 2, 3], sign_ticket(msgspec.structs.replace(first, attempt=1), SECRET, FRONT))
+    both(
+        pair, "a~1", [1, 2, 3], sign_ticket(msgspec.structs.replace(first, room=8, attempt=1), SECRET, FRONT)
+    )
     pair.run()
     assert len(pair.tokens("a~1")) == 3
     pair.assert_at_rest()

@@ -2,57 +2,67 @@
 
 `Exchange` (in `exchange.py`) holds every hand-off of one leader: `handle(event, now) -> effects`.
 It does no I/O. `kv.manager` carries out the effects in production, the simulator in tests.
+Engines speak of their half of a room (`RoomKey`); peers and ranks of one hand-off (`TransferId`), of which a
+room may have several, one after the other.
 A `rank` is always one of our own replica: an index into `LeaderInfo.ranks`. Each effect that names one is
 for that rank alone, and only its answer counts. Times are absolute seconds of the caller's monotonic clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from segue.kv.errors import ErrorInfo
-from segue.kv.ids import KVPoll, LeaderId, RankId, Span, TransferId
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, RankId, RoomKey, Span, TransferId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import Content
 from segue.kv.layout.planner import PairPlan
-from segue.kv.protocol.messages import HandoffMessage, Metadata
+from segue.kv.protocol.messages import HandoffMessage
+from segue.kv.protocol.room_ranks import PrefillInstance
 
 # ---- events ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSender:
-    """Engine: a prefill half begins (BOOTSTRAPPING) and waits for its destination."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectRoom:
+    """Engine, prefill: begin a room (BOOTSTRAPPING) and wait for a destination.
 
-    transfer: TransferId
-    prompt_tokens: int
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class OpenReceiver:
-    """Engine: a decode half begins. It is WAITING_FOR_INPUT once the session to
-    `transfer.prefill` is up (`PeerUp` seen, before or after this). `inferred` as in `Destination`.
-
-    Of an open transfer (`LeaderId.is_open`), which no `Exchange` knows, `hint` is the rank that the request
-    names, and with `force_query` the registry is asked where the rank could be inferred.
+    `claim` are at most 64 bytes that a destination must carry, too: a digest of everything that must be equal
+    on both sides. If a leader `decode` is named, it alone may bind the room, and hears of a failure before
+    that under `attempt`. With `retain_s` of 0 the room ends with its first binding. Otherwise it outlives
+    bindings that fail, and the first success by `retain_s` seconds; the engine ends it before that with
+    `EndRoom`. With `announce` the registry learns the DP rank of the room.
     """
 
-    transfer: TransferId
+    key: RoomKey
     prompt_tokens: int
     deadline: float
-    inferred: bool = False
+    claim: bytes = b""
+    decode: LeaderId | None = None
+    attempt: int = 0
+    retain_s: float = 0.0
+    announce: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenReceiver:
+    """Engine, decode: a decode half begins. It is WAITING_FOR_INPUT once the session to the prefill leader is
+    up (`PeerUp` seen, before or after this).
+
+    `prefill` may leave the DP rank open (`LeaderId.is_open`): then it is the `hint` of the request, or is
+    inferred from what the instance declares, or the registry is asked; with `force_query` always.
+    `replaces` as in `Destination`.
+    """
+
+    key: RoomKey
+    prefill: LeaderId
+    prompt_tokens: int
+    deadline: float
+    claim: bytes = b""
     hint: int | None = None
     force_query: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AnnounceRoom:
-    """Engine: decode was not told that this hand-off is ours, and cannot infer it. Register the room, for
-    `ttl_s` seconds. For the caller of an `Exchange`, like `OpenReceiver` of an open transfer."""
-
-    transfer: TransferId
-    ttl_s: float
+    replaces: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,7 @@ class Publish:
     WAITING_FOR_INPUT only.
     """
 
-    transfer: TransferId
+    key: RoomKey
     pages: tuple[int, ...]
     prefix_tokens: int
     slot: int | None = None
@@ -71,18 +81,18 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class SendChunk:
-    """Engine: the KV of `span` is complete in the source pool and stays there.
+    """Engine: the KV of `span` is complete in the source pool and stays there until `Release`.
 
     `pages` are the source pages of the prompt from token 0 on, at least up to `span.end`. Spans
-    come in order without gaps from token 0; what lies before the destination's
-    prefix is skipped by the protocol. The chunk with `span.end == prompt_tokens` is the final one: the state
-    in `slot`, if the model keeps one, is complete, too.
+    come in order without gaps from token 0, bound or not: the room keeps the list for each binding. A binding
+    skips what lies before its destination's prefix. The chunk with `span.end == prompt_tokens` is the final
+    one: the state in `slot`, if the model keeps one, is complete, too.
 
     With `layers` only the KV of the model's first so many layers is complete. What follows is the same chunk
     with more layers, and at last without a number.
     """
 
-    transfer: TransferId
+    key: RoomKey
     span: Span
     pages: tuple[int, ...]
     slot: int | None = None
@@ -91,16 +101,49 @@ class SendChunk:
 
 @dataclass(frozen=True, slots=True)
 class SendMetadata:
-    """Engine: the first token and what goes with it."""
+    """Engine: its own bytes for decode (`Metadata.content`), once for each room."""
 
-    transfer: TransferId
-    metadata: Metadata
+    key: RoomKey
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EndRoom:
+    """Engine: end this half with `error`; a no-op after a terminal phase. A retained room of prefill that has
+    succeeded ends with SUCCESS. With `unbound` only a room that nobody has bound ends: its pages were shown
+    to nobody, so an engine that lacks memory may take them back."""
+
+    key: RoomKey
+    error: ErrorInfo
+    unbound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AllowReplacement:
+    """Engine, prefill: the placer of the request says that the attempt `by` of the leader `decode` replaces
+    the attempt `replaced`."""
+
+    key: RoomKey
+    replaced: int
+    by: int
+    decode: LeaderId
+
+
+@dataclass(frozen=True, slots=True)
+class DeclineRoom:
+    """Engine, decode: no destination will be published for the room of this receiver, which may be unknown
+    here. Prefill is told, if there is a session; it obeys where `claim` is that of its room."""
+
+    key: RoomKey
+    prefill: LeaderId
+    error: ErrorInfo
+    claim: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortTransfer:
-    """End this hand-off with `error`; a no-op after a terminal phase. The engine's event, and what the
-    `Exchange` makes of an error in a handler."""
+    """End this hand-off with `error`; a no-op after a terminal phase. The caller of an `Exchange` says so
+    where an effect was not carried out, the `Exchange` itself where a handler raised, and rooms."""
 
     transfer: TransferId
     error: ErrorInfo
@@ -196,10 +239,25 @@ class FenceDone:
 
 @dataclass(frozen=True, slots=True)
 class RoomFound:
-    """Registry: the answer to `AskRoom`; the room of this transfer is on `dp_rank` of our instance."""
+    """Registry: the answer to `AskRoom`; `leader` has the room."""
 
-    transfer: TransferId
-    dp_rank: int
+    key: RoomKey
+    leader: LeaderId
+
+
+@dataclass(frozen=True, slots=True)
+class RoomUnknown:
+    """Registry: the answer to `AskRoom` or `RegisterRoom` is `error`."""
+
+    key: RoomKey
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInstances:
+    """Registry: the prefill instances that exist now."""
+
+    instances: Mapping[Incarnation, PrefillInstance]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,25 +265,20 @@ class Tick:
     """Clock: `now` has reached `Exchange.next_deadline()`. For a machine: its deadline has passed."""
 
 
-Event = (
-    AnnounceRoom
-    | OpenSender
+RoomEvent = (
+    ExpectRoom
     | OpenReceiver
     | Publish
     | SendChunk
     | SendMetadata
-    | AbortTransfer
-    | PeerUp
-    | PeerDown
-    | Received
-    | Granted
-    | WriteLanded
-    | WriteBroken
-    | ChecksumReady
-    | FenceDone
+    | EndRoom
+    | AllowReplacement
+    | DeclineRoom
     | RoomFound
-    | Tick
+    | RoomUnknown
 )
+RankEvent = Granted | WriteLanded | WriteBroken | ChecksumReady | FenceDone
+Event = RoomEvent | RankEvent | AbortTransfer | PeerUp | PeerDown | Received | PrefillInstances | Tick
 
 # ---- effects -----------------------------------------------------------------------------------
 
@@ -300,73 +353,113 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """The hand-off `transfer` entered `phase`. A terminal phase comes exactly once, as the last.
-
-    `error` comes with FAILED, `metadata` with the receiver's SUCCESS; `wire_s` comes
-    with SUCCESS: on the sender the time from the first write given to the transport to the last
-    landed one, on the receiver the time that the transport took for the slowest last chunk. `nbytes` are the
-    bytes of KV that landed, with SUCCESS too.
-    """
+class HandoffPhase:
+    """One hand-off entered `phase`. Terminal phases come exactly once and last. See `Phase` for the rest."""
 
     transfer: TransferId
     phase: KVPoll
     error: ErrorInfo | None = None
-    metadata: Metadata | None = None
+    metadata: bytes | None = None
     wire_s: float = 0.0
     nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """The pages of the hand-off `transfer` belong to the engine again; comes exactly once, and is proven: no
-    write of the peer can land in them, no read of them is under way.
-
-    On the sender: source pages may be reused. On the receiver after FAILED: published pages
-    may be reused; until then they are quarantined. On the receiver after SUCCESS it comes at once.
-    """
+class HandoffReleased:
+    """Nobody but the engine touches the pages for this hand-off any more; comes exactly once."""
 
     transfer: TransferId
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantined:
-    """The hand-off `transfer` has failed, and its published pages (`pages` of them) wait for the proof that
-    nothing is written into them any more; `Release` follows."""
+class HandoffQuarantined:
+    """The hand-off has failed, but its published pages (`pages` of them) wait for a fence."""
 
     transfer: TransferId
     pages: int
 
 
 @dataclass(frozen=True, slots=True)
-class AskRoom:
-    """Prefill: decode has inferred that this hand-off is ours, and we have no such request (yet). Ask the
-    registry whose room it is, until it answers (`RoomFound`), `timeout_s` have passed or `RoomSettled`."""
+class Phase:
+    """The engine's half `key` of a room entered `phase`. A terminal phase comes exactly once, as the last.
 
-    transfer: TransferId
+    `error` comes with FAILED, `metadata` (what prefill's engine sent) with the receiver's SUCCESS. `wire_s`
+    comes with SUCCESS: on the sender the time from the first write given to the transport to the last
+    landed one, on the receiver the time that the transport took for the slowest last chunk. `nbytes` are the
+    bytes of KV that landed, with SUCCESS too. `peer` is the other side's leader, where it is known.
+    """
+
+    key: RoomKey
+    phase: KVPoll
+    error: ErrorInfo | None = None
+    metadata: bytes | None = None
+    wire_s: float = 0.0
+    nbytes: int = 0
+    peer: LeaderId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The pages of the half `key` belong to the engine again; comes exactly once, after the terminal phase,
+    and is proven: no write of the peer can land in them, no read of them is under way.
+
+    On the sender: source pages may be reused. On the receiver after FAILED: published pages
+    may be reused; until then they are quarantined. On the receiver after SUCCESS it comes at once.
+    """
+
+    key: RoomKey
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """The receiver `key` has failed, and its published pages (`pages` of them) wait for the proof that
+    nothing is written into them any more; `Release` follows."""
+
+    key: RoomKey
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskRoom:
+    """Ask the registry which leader has the room, until it answers (`RoomFound`, `RoomUnknown`), `timeout_s`
+    have passed or `RoomSettled`. Decode cannot infer the DP rank of prefill; or prefill has a destination for
+    a room that it does not expect (yet)."""
+
+    key: RoomKey
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class RoomSettled:
-    """Prefill: the answer to `AskRoom` is not needed any more."""
+class RegisterRoom:
+    """Prefill: tell the registry that this leader has the room, for `ttl_s` seconds. Answered only if that
+    fails (`RoomUnknown`)."""
 
-    transfer: TransferId
+    key: RoomKey
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoomSettled:
+    """The answer to `AskRoom` is not needed any more."""
+
+    key: RoomKey
 
 
 @dataclass(frozen=True, slots=True)
 class Redirected:
     """Decode: this hand-off ends because its room is on `dp_rank` of that instance. Comes before its
-    `Phase`."""
+    `HandoffPhase`; the receiver begins another hand-off there once this one is released."""
 
     transfer: TransferId
     dp_rank: int
 
 
-RoomEffect = AskRoom | RoomSettled | Redirected
-Effect = (
-    Send | PostWrite | Relay | ComputeChecksum | Grant | Fence | Phase | Release | Quarantined | RoomEffect
-)
+#: The argument of `KVManager`'s `on_change`: one step of one half; `change.key` says of which.
+Change = Phase | Release | Quarantined
+HandoffEffect = HandoffPhase | HandoffReleased | HandoffQuarantined | Redirected
+RankEffect = PostWrite | Relay | ComputeChecksum | Grant | Fence
+RegistryEffect = AskRoom | RegisterRoom | RoomSettled
+Effect = Send | RankEffect | HandoffEffect | Change | RegistryEffect
 
 
 class Turn:
@@ -390,6 +483,6 @@ def refusal(event: Event, error: ErrorInfo) -> list[Effect]:
     Handles hear of it like of any other end; without it their engine would wait for a hand-off that
     does not exist. Raises `error` again for every other event: only opening can be refused.
     """
-    if not isinstance(event, OpenSender | OpenReceiver):
+    if not isinstance(event, ExpectRoom | OpenReceiver):
         raise error.exception()
-    return [Phase(event.transfer, KVPoll.FAILED, error=error), Release(event.transfer)]
+    return [Phase(event.key, KVPoll.FAILED, error=error), Release(event.key)]

@@ -1,8 +1,9 @@
-"""Every hand-off of one leader: routes events to machines, keeps time, remembers what is over.
+"""Every hand-off of one leader: routes events to rooms, receivers and machines, keeps time, remembers what is
+over.
 
 No I/O, no clock: `handle(event, now)` returns the effects that the caller carries out in order. What a
-hand-off holds lives in its machine. Here is the table of machines; a transfer that has none (yet, or any
-more) is at most in one of the tables of `Tombstones`.
+hand-off holds lives in its machine; a machine belongs to a room (`Rooms`, on prefill) or a receiver
+(`Receptions`, on decode), which speak with the engine. A hand-off without a machine has at most a tombstone.
 """
 
 from __future__ import annotations
@@ -14,25 +15,34 @@ from typing import Any
 
 import msgspec
 
-from segue.kv.errors import Internal, InvalidRequest, OutOfCapacity, SegueError, TransferFailed
-from segue.kv.ids import ChecksumMode, KVPoll, LeaderId, Role, TransferId
+from segue.kv.errors import Internal, SegueError
+from segue.kv.ids import ChecksumMode, KVPoll, LeaderId, Role, RoomKey, TransferId
 from segue.kv.limits import Limits
 from segue.kv.protocol.events import (
     AbortTransfer,
+    AllowReplacement,
     ChecksumReady,
+    DeclineRoom,
     Effect,
+    EndRoom,
     Event,
+    ExpectRoom,
     Fence,
     FenceDone,
     Granted,
+    HandoffPhase,
+    HandoffQuarantined,
+    HandoffReleased,
     OpenReceiver,
-    OpenSender,
     PeerDown,
     PeerUp,
-    Phase,
+    PrefillInstances,
     Publish,
+    RankEvent,
     Received,
+    Redirected,
     RoomFound,
+    RoomUnknown,
     SendChunk,
     SendMetadata,
     Tick,
@@ -47,6 +57,7 @@ from segue.kv.protocol.messages import (
     Accepted,
     ChunkPosted,
     Committed,
+    Declined,
     Destination,
     Drained,
     Failed,
@@ -54,14 +65,14 @@ from segue.kv.protocol.messages import (
     Metadata,
     Moved,
 )
-from segue.kv.protocol.receiver import ReceiverMachine
+from segue.kv.protocol.receptions import Reception, Receptions
 from segue.kv.protocol.room_ranks import DpRanks
-from segue.kv.protocol.sender import SenderMachine
+from segue.kv.protocol.rooms import Room, Rooms
 from segue.kv.protocol.table_checks import Tables
 from segue.kv.protocol.timers import DeadlineEntry, Deadlines
 from segue.kv.protocol.tombstones import Tombstones
 
-_TO_PREFILL = frozenset({Destination, Committed, Failed, Abort, Gone})
+_TO_PREFILL = frozenset({Destination, Declined, Committed, Failed, Abort, Gone})
 _TO_DECODE = frozenset({Accepted, Moved, ChunkPosted, Metadata, Failed, Drained, Gone})
 
 
@@ -90,6 +101,7 @@ class Exchange:
         self._local = LocalLeader(role, me, origin, limits, kv_checksum, dp or DpRanks())
         self._transport = transport
         self._machines: dict[TransferId, Machine] = {}
+        self._owners: dict[TransferId, Room | Reception] = {}
         self._links: dict[LeaderId, PeerLink] = {}
         # The transport speaks of epochs, which are decode's numbers; an entry lives as long as its machine.
         self._epochs: dict[tuple[LeaderId, int], Machine] = {}
@@ -103,13 +115,11 @@ class Exchange:
             0,
         )
         self._turn = Turn()
+        books = (self._deadlines, self._turn)
         self._tombstones = Tombstones(self._local, self._deadlines, self.counters, self._turn)
+        self._rooms = Rooms(self, self._local, self._deadlines, self.counters, self._turn, self._tombstones)
+        self._receptions = Receptions(self, self._local, *books, self._tombstones)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
-            OpenSender: self._open_sender,
-            OpenReceiver: self._open_receiver,
-            Publish: self._of_engine,
-            SendChunk: self._of_engine,
-            SendMetadata: self._of_engine,
             AbortTransfer: self._abort,
             PeerUp: self._peer_up,
             PeerDown: self._peer_down,
@@ -119,9 +129,29 @@ class Exchange:
             ChecksumReady: self._of_rank,
             FenceDone: self._of_rank,
             Granted: self._of_rank,
-            RoomFound: self._tombstones.room_found,
             Tick: self._tick,
         }
+        rooms, receptions = self._rooms, self._receptions
+        if role is Role.PREFILL:
+            self._handlers |= {
+                ExpectRoom: rooms.expect,
+                SendChunk: rooms.send_chunk,
+                SendMetadata: rooms.send_metadata,
+                EndRoom: rooms.end,
+                AllowReplacement: rooms.allow,
+                RoomFound: rooms.found,
+                RoomUnknown: rooms.unknown,
+            }
+        else:
+            self._handlers |= {
+                OpenReceiver: receptions.open,
+                Publish: receptions.publish,
+                EndRoom: receptions.end,
+                DeclineRoom: receptions.decline,
+                RoomFound: receptions.found,
+                RoomUnknown: receptions.unknown,
+                PrefillInstances: receptions.instances,
+            }
 
     # ---- the face ------------------------------------------------------------------------------
 
@@ -130,7 +160,10 @@ class Exchange:
         self._turn.now = now
         effects: list[Effect] = []
         self._turn.effects = effects
-        self._handlers[type(event)](event)
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise IllegalEvent(f"{type(event).__name__} is not an event of {self._local.origin}")
+        handler(event)
         return effects
 
     def next_deadline(self) -> float | None:
@@ -152,9 +185,17 @@ class Exchange:
         machine = self._epochs.get((decode, epoch))
         return machine.transfer if machine is not None and peer in (decode, machine.peer) else None
 
-    def open_transfers(self) -> list[TransferId]:
-        """The hand-offs that have not ended."""
-        return [transfer for transfer, machine in self._machines.items() if not machine.phase.terminal]
+    def open_halves(self) -> list[RoomKey]:
+        """The engine's halves that have not ended."""
+        rooms = [key for key, r in self._rooms.rooms.items() if r.expected and not r.phase.terminal]
+        return rooms + [key for key, r in self._receptions.receptions.items() if not r.phase.terminal]
+
+    def phase_of(self, key: RoomKey) -> KVPoll | None:
+        """The phase of the engine's half `key`; None for one that is unknown, or over and forgotten."""
+        room, reception = self._rooms.rooms.get(key), self._receptions.receptions.get(key)
+        if room is not None:
+            return None if room.expected is None else room.phase
+        return None if reception is None else reception.phase
 
     def peers(self) -> set[LeaderId]:
         """The peers of all hand-offs that are not over."""
@@ -176,8 +217,10 @@ class Exchange:
         self._deadlines.next()
         return {
             "transfers": len(self._machines),
-            "early": len(self._tombstones.parked),
-            "ended": len(self._tombstones.ended),
+            "rooms": self._rooms.open,
+            **self._receptions.sizes(),
+            "early": self._rooms.parked,
+            "ended": len(self._tombstones.ended) + len(self._rooms.rooms) - self._rooms.open,
             "epochs": len(self._epochs),
             "peers": len(self._links),
             "deadlines": len(self._deadlines),
@@ -190,101 +233,61 @@ class Exchange:
 
     def check_integrity(self) -> None:
         """Look at everything; raises Internal with what is wrong."""
-        tables = Tables(self._machines, self._tombstones.parked, self._tombstones.ended, self._epochs)
+        tables = Tables(self._machines, self._rooms, self._receptions, self._tombstones.ended, self._epochs)
         found = tables.problems(self._deadlines.live, self._local.limits)
         if found:
             raise Internal("; ".join(found))
 
-    # ---- the engine ----------------------------------------------------------------------------
+    # ---- what rooms and receivers need (MachineHost) -----------------------------------------------
 
-    def _open_sender(self, event: OpenSender) -> None:
-        machine = self._open(event, SenderMachine, Role.PREFILL, event.transfer.decode)
-        parked = None if machine is None else self._tombstones.take_parked(event.transfer)
-        if machine is not None and parked is not None:
-            rest_s = parked.timer.at - self._turn.now
-            self._tell(machine, msgspec.structs.replace(parked.destination, budget_s=rest_s))
-
-    def _open_receiver(self, event: OpenReceiver) -> None:
-        machine = self._open(event, ReceiverMachine, Role.DECODE, event.transfer.prefill)
-        if machine is not None and machine.link is not None:
-            self._tell(machine, machine.link)
-
-    def _open(
-        self, event: OpenSender | OpenReceiver, kind: type[Machine], role: Role, peer: LeaderId
-    ) -> Machine | None:
-        """The machine of a new hand-off; None if the peer ended it before it began here."""
-        transfer = event.transfer
-        self._check_open(transfer, event.prompt_tokens, role)
-        if self._tombstones.over_before_it_began(transfer):
-            return None
-        link = self._links.get(peer)
-        machine = kind(
-            MachineArgs(
-                self._local,
-                self._turn,
-                self.new_epoch,
-                transfer,
-                peer,
-                link,
-                event.prompt_tokens,
-                event.deadline,
-                isinstance(event, OpenReceiver) and event.inferred,
-            )
+    def args(self, transfer: TransferId, peer: LeaderId, prompt_tokens: int, deadline: float) -> MachineArgs:
+        """What a machine of `transfer` begins with."""
+        return MachineArgs(
+            self._local,
+            self._turn,
+            self.new_epoch,
+            lambda timer: self._due(transfer, timer),
+            transfer,
+            peer,
+            self._links.get(peer),
+            prompt_tokens,
+            deadline,
         )
-        self._machines[transfer] = machine
-        self._deadlines.add(machine.timer)
-        self._turn.emit(Phase(transfer, machine.phase))
-        return machine
 
-    def _check_open(self, transfer: TransferId, prompt_tokens: int, role: Role) -> None:
-        mine = transfer.prefill if self._local.role is Role.PREFILL else transfer.decode
-        if self._local.role is not role or mine != self._local.me:
-            raise IllegalEvent(f"{transfer} is not a hand-off of {self._local.origin}", room=transfer.room)
-        if prompt_tokens < 1:
-            raise IllegalEvent("a hand-off needs at least one prompt token", room=transfer.room)
-        ended = self._tombstones.ended.get(transfer)
-        if transfer in self._machines or (ended is not None and ended.opened):
-            raise InvalidRequest(
-                f"room {transfer.room}, attempt {transfer.attempt} was used already; "
-                "each request needs a room of its own",
-                origin=self._local.origin,
-                room=transfer.room,
-            )
-        if len(self._machines) >= self._local.limits.max_transfers:
-            raise OutOfCapacity(
-                f"{len(self._machines)} hand-offs are open, as many as limits.max_transfers allows",
-                origin=self._local.origin,
-                room=transfer.room,
-            )
+    def add(self, machine: Machine, owner: Room | Reception) -> None:
+        """`machine` is one of `owner`'s from now on."""
+        self._machines[machine.transfer] = machine
+        self._owners[machine.transfer] = owner
+        self._deadlines.add(machine.timer)
+        if machine.epoch:
+            self._epochs[machine.transfer.decode, machine.epoch] = machine
+        start = len(self._turn.effects)
+        machine.begin()
+        self._report(owner, start)
+
+    def epoch_owner(self, decode: LeaderId, epoch: int) -> Machine | None:
+        """Whose writes carry this epoch of `decode`."""
+        return self._epochs.get((decode, epoch))
 
     def new_epoch(self) -> int:
         """A number that this leader has never used for writes to it."""
         self._last_epoch += 1
         return self._last_epoch
 
-    def _of_engine(self, event: Publish | SendChunk | SendMetadata) -> None:
-        """Raises IllegalEvent for a hand-off that never was, and for what its machine does not allow. If it
-        is over, the engine could not know yet."""
-        machine = self._machines.get(event.transfer)
-        if machine is None and event.transfer not in self._tombstones.ended:
-            raise IllegalEvent(f"{event.transfer} is not open here", room=event.transfer.room)
-        if machine is None or machine.phase.terminal:
-            self.counters["late_events"] += 1
-        else:
-            self._run(machine, event)
-
     def _abort(self, event: AbortTransfer) -> None:
         machine = self._machines.get(event.transfer)
         if machine is not None:
-            self._tell(machine, event)
+            self.tell(machine, event)
+        elif self._local.role is Role.PREFILL:
+            self._rooms.abort(event)
 
     # ---- our ranks: transport and hash -----------------------------------------------------------
 
-    def _of_rank(self, event: Granted | WriteLanded | WriteBroken | ChecksumReady | FenceDone) -> None:
+    def _of_rank(self, event: RankEvent) -> None:
         machine = self._machines.get(event.transfer)
         if machine is None and isinstance(event, FenceDone):
             return  # the answer to the fence of a success, mostly
-        if machine is None or not self._tell(machine, event):
+        if machine is None or not self.tell(machine, event):
             self.counters["late_events"] += 1
 
     # ---- the session ---------------------------------------------------------------------------
@@ -293,15 +296,15 @@ class Exchange:
         link = make_link(self._local, event, self._transport)
         self._links[event.peer] = link
         for machine in self._bound_to(event.peer):
-            self._tell(machine, link)
+            self.tell(machine, link)
         self._tombstones.peer_up(event.peer)
 
     def _peer_down(self, event: PeerDown) -> None:
         self._links.pop(event.peer, None)
-        self._tombstones.peer_down(event.peer, event.error)
+        self._rooms.peer_down(event)
         for machine in self._bound_to(event.peer):
             elsewhere = event.over is not None and machine.transport != event.over
-            self._tell(machine, replace(event, dead=False) if elsewhere else event)
+            self.tell(machine, replace(event, dead=False) if elsewhere else event)
 
     def _bound_to(self, peer: LeaderId) -> list[Machine]:
         return [m for m in self._machines.values() if m.peer == peer]
@@ -309,49 +312,51 @@ class Exchange:
     def _received(self, event: Received) -> None:
         message = event.message
         transfer = message.transfer
-        if self._local.role is Role.PREFILL:
+        prefill = self._local.role is Role.PREFILL
+        if prefill:
             legal, mine, theirs = _TO_PREFILL, transfer.prefill, transfer.decode
         else:
             legal, mine, theirs = _TO_DECODE, transfer.decode, transfer.prefill
-        link = self._links.get(event.peer)
         kind = type(message)
         # Not even `Gone` is said for another leader: we can prove nothing about its writes.
-        if link is None or kind not in legal or mine != self._local.me or theirs != event.peer:
+        known = event.peer in self._links
+        if not known or kind not in legal or mine != self._local.me or theirs != event.peer:
             self.counters["stray_messages"] += 1
             return
+        if prefill and self._rooms.settles_doubt(message):
+            return
         machine = self._machines.get(transfer)
-        if machine is None:
-            self._tombstones.received(event, link)
-        elif (
-            isinstance(message, Destination)
-            and self._epochs.get((event.peer, message.epoch), machine) is not machine
-        ):
-            text = f"decode uses epoch {message.epoch:x} for two hand-offs"
-            self._tell(machine, AbortTransfer(transfer, TransferFailed(text).info))
+        if machine is not None:
+            if not self.tell(machine, message) and kind is Destination:
+                self.counters["repeats"] += 1
+        elif prefill:
+            self._rooms.received(event)
         else:
-            self._tell(machine, message)
+            self._tombstones.received(event)
 
     # ---- time and the end ----------------------------------------------------------------------
 
     def _tick(self, event: Tick) -> None:
         while (timer := self._deadlines.pop_due(self._turn.now)) is not None:
-            machine = self._machines.get(timer.transfer)
-            if machine is not None and machine.timer is timer:
-                self._tell(machine, event)
-            else:
-                self._tombstones.expire(timer)
+            timer.due(timer)
 
-    def _tell(self, machine: Machine, event: object) -> bool:
-        """As `_run`, where an illegal event is nobody's mistake here: False if it is one (by now)."""
+    def _due(self, transfer: TransferId, timer: DeadlineEntry) -> None:
+        machine = self._machines.get(transfer)
+        if machine is not None and machine.timer is timer:
+            self.tell(machine, Tick())
+
+    def tell(self, machine: Machine, event: object) -> bool:
+        """As `run`, where an illegal event is nobody's mistake here: False if it is one (by now)."""
         try:
-            self._run(machine, event)
+            self.run(machine, event)
         except IllegalEvent:
             return False
         return True
 
-    def _run(self, machine: Machine, event: object) -> None:
+    def run(self, machine: Machine, event: object) -> None:
         """Give one event to one machine inside its own error boundary, then tidy up after it. Raises
         IllegalEvent alone, and then nothing has changed."""
+        start = len(self._turn.effects)
         try:
             machine.take(event)
         except IllegalEvent:
@@ -363,15 +368,34 @@ class Exchange:
             machine.fail(Internal(f"{type(error).__name__} in the hand-off's handler: {error}").info)
         if machine.epoch:
             self._epochs.setdefault((machine.transfer.decode, machine.epoch), machine)
+        owner = self._owners[machine.transfer]
         if machine.ended:
             self._forget(machine)
         elif machine.deadline < machine.timer.at and not machine.phase.terminal:
             self._deadlines.cancel(machine.timer)
-            machine.timer = DeadlineEntry(machine.transfer, machine.deadline)
+            machine.timer = DeadlineEntry(machine.deadline, machine.timer.due)
             self._deadlines.add(machine.timer)
+        self._report(owner, start)
+
+    def _report(self, owner: Room | Reception, start: int) -> None:
+        """Show the machine's effects from `start` on to its owner. Its own effects follow each of them."""
+        effects = self._turn.effects
+        new = effects[start:]
+        del effects[start:]
+        for effect in new:
+            effects.append(effect)
+            if not isinstance(effect, HandoffPhase | HandoffReleased | HandoffQuarantined | Redirected):
+                continue
+            if isinstance(owner, Reception):
+                self._receptions.on_effect(owner, effect)
+            elif isinstance(effect, HandoffPhase):
+                self._rooms.on_phase(owner, effect)
+            elif isinstance(effect, HandoffReleased):
+                self._rooms.on_release(owner, effect.transfer)
 
     def _forget(self, machine: Machine) -> None:
         del self._machines[machine.transfer]
+        del self._owners[machine.transfer]
         if self._epochs.get(key := (machine.transfer.decode, machine.epoch)) is machine:
             del self._epochs[key]
         self._tombstones.add_tombstone(machine)

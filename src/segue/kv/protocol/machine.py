@@ -15,7 +15,7 @@ difference.
 
 | who | by which event |
 |---|---|
-| its engine, also because a client or a frontend wants so | `AbortTransfer` |
+| its engine, also because a client or a frontend wants so; its room | `AbortTransfer` |
 | its clock | `Tick`, at the request's deadline |
 | its peer, which has failed, or has stopped | `Failed`, `Drained` |
 | its peer, which asks prefill to stop, or has no such hand-off | `Abort`, `Gone` |
@@ -25,7 +25,8 @@ difference.
 | whatever else is wrong | a handler raises; no other hand-off ends by that |
 | success | decode alone, when the tally is complete (`FOLLOWS`); prefill learns it by `Committed` |
 
-Each half ends once. It tells its engine (`Phase`) and sends its peer `Failed`, unless the peer has ended it.
+Each half ends once. It tells its room (`HandoffPhase`) and sends its peer `Failed`, unless the peer has ended
+it.
 Without a session it sends that over the next one (`End`). What comes afterwards changes no outcome; it can
 only be a proof.
 
@@ -84,9 +85,9 @@ from segue.kv.protocol.events import (
     Effect,
     Fence,
     FenceDone,
+    HandoffPhase,
+    HandoffReleased,
     PeerDown,
-    Phase,
-    Release,
     Send,
     Tick,
     Turn,
@@ -126,17 +127,18 @@ class End(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class MachineArgs:
     """What a machine knows from its beginning. `link` is the session to `peer`, if there is one;
-    `deadline` is in seconds of the caller's clock; `new_epoch` makes a number that no hand-off has had."""
+    `deadline` is in seconds of the caller's clock; `new_epoch` makes a number that no hand-off has had;
+    `due` is called when the deadline has passed."""
 
     local: LocalLeader
     turn: Turn
     new_epoch: Callable[[], int]
+    due: Callable[[DeadlineEntry], None]
     transfer: TransferId
     peer: LeaderId
     link: PeerLink | None
     prompt_tokens: int
     deadline: float
-    inferred: bool = False
 
 
 class Machine:
@@ -180,7 +182,7 @@ class Machine:
         self.prompt_tokens = args.prompt_tokens
         self.deadline = args.deadline
         self.opened_at = args.turn.now
-        self.timer = DeadlineEntry(args.transfer, args.deadline)
+        self.timer = DeadlineEntry(args.deadline, args.due)
         self.state: enum.StrEnum = next(iter(self.TABLE))
         self.error: ErrorInfo | None = None
         self._plan: PairPlan | None = None
@@ -216,6 +218,10 @@ class Machine:
         if self._plan is None:
             raise Internal("no layout of the peer yet")
         return self._plan
+
+    def begin(self) -> None:
+        """The exchange knows the machine from now on."""
+        self.emit(HandoffPhase(self.transfer, self.phase))
 
     def meet(self, link: PeerLink) -> None:
         """Use the plan of this session until the end."""
@@ -300,13 +306,13 @@ class Machine:
         """What every failure does: it is remembered, and the engine and the peer are told."""
         self.error = error
         self.ended_by_peer = end is End.BY_PEER
-        self.emit(Phase(self.transfer, KVPoll.FAILED, error=error))
+        self.emit(HandoffPhase(self.transfer, KVPoll.FAILED, error=error))
         if end is End.HERE:
             self.send(Failed(self.transfer, error))
 
     def release(self) -> None:
         """Nobody but our engine touches the pages any more."""
-        self.emit(Release(self.transfer))
+        self.emit(HandoffReleased(self.transfer))
 
     # ---- handlers of both halves -------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from segue.kv.errors import ErrorInfo
 from segue.kv.ids import Span, TransferId
 from segue.kv.layout.spec import PoolSpec
 
-HANDOFF_VERSION = 5
+HANDOFF_VERSION = 6
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -51,8 +51,10 @@ class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     the state that the model keeps of a sequence beside its KV, if it keeps one; `prefix_tokens` is 0 then.
 
     `epoch` was chosen by decode for this hand-off alone and every write carries it. `plan_hash`
-    is what decode computed from both layouts; prefill must compute the same. `inferred`: decode was not told
-    the DP rank of prefill by who placed the request; it may be another, and that is to be answered.
+    is what decode computed from both layouts; prefill must compute the same. `claim` must be that of
+    prefill's room. `inferred`: decode was not told the DP rank of prefill by the placer of the request; the
+    room may be on another one, and prefill says so. `replaces` is the attempt at this room that ends for this
+    one.
     """
 
     transfer: TransferId
@@ -63,22 +65,36 @@ class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pages: list[int]
     transport: str
     plan_hash: int
+    claim: bytes = b""
     inferred: bool = False
     slot: int | None = None
+    replaces: int | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """P→D: the sender exists and has the destination."""
+    """P→D: the room is bound to this hand-off."""
 
     transfer: TransferId
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """P→D: another DP rank of this instance owns the room. Answers a `Destination` that is `inferred`; the
-    rank that says so has written nothing and never will."""
+    """P→D, in place of `Accepted`: another DP rank of this instance owns the room. Answers a `Destination`
+    that is `inferred`; the rank that says so has written nothing and never will. With an `error` decode does
+    not go there: both halves end with it (`--dp-rank-conflict fail`)."""
 
     transfer: TransferId
     dp_rank: int
+    error: ErrorInfo | None = None
+
+
+class Declined(msgspec.Struct, frozen=True, tag=True):
+    """D→P: decode will not publish a destination for this room, or its half failed before it did. Obeyed
+    while nothing is bound, with the room's claim, from the decode leader that the room was placed for (from
+    any, if none was named)."""
+
+    transfer: TransferId
+    error: ErrorInfo
+    claim: bytes = b""
 
 
 class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -105,25 +121,12 @@ class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Metadata(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """P→D: what decode needs besides KV. `transfer` must be the receiver's own, `prompt_tokens` its `init`'s.
-
-    `first_token` is the id of the first generated token, `first_logprob` its log-probability and
-    `prompt_logprobs` those of the prompt's tokens, where a request asked for them. `prompt_hash` is over the
-    prompt's tokens, for decode's engine to compare: two requests under one room must not become one answer.
-    The others are for statistics: prompt tokens from prefill's cache (`prefill_cached`) and `computed`,
-    `chunks` sent, and prefill's durations in seconds (`timeline`: `queue`, `bootstrap`, `prefill`).
-    """
+    """P→D: the engine's own bytes for decode, at most `Limits.max_metadata_bytes`. `transfer` must be the
+    receiver's own."""
 
     transfer: TransferId
     prompt_tokens: int
-    first_token: int
-    prompt_hash: int = 0
-    first_logprob: TokenLogprob | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    prefill_cached: int = 0
-    computed: int = 0
-    chunks: int = 0
-    timeline: dict[str, float] = {}
+    content: bytes
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
@@ -176,5 +179,15 @@ PathMessage = ProbeReady | PathChosen
 
 #: The messages of hand-offs between two leaders.
 HandoffMessage = (
-    Destination | Accepted | Moved | ChunkPosted | Metadata | Committed | Failed | Abort | Drained | Gone
+    Destination
+    | Accepted
+    | Moved
+    | Declined
+    | ChunkPosted
+    | Metadata
+    | Committed
+    | Failed
+    | Abort
+    | Drained
+    | Gone
 )

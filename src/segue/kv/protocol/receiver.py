@@ -1,13 +1,16 @@
-"""The decode half of one hand-off (`KVReceiver`)."""
+"""The decode half of one hand-off: a receiver (`receptions.py`) has one with each prefill leader it asks."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
+
 from segue.kv.errors import DeadlineExceeded, DpRankConflict, ErrorInfo, Internal, TransferFailed
-from segue.kv.ids import KVPoll
+from segue.kv.ids import KVPoll, LeaderId
 from segue.kv.layout.content import LayerSample
 from segue.kv.protocol.events import (
     AbortTransfer,
@@ -16,12 +19,13 @@ from segue.kv.protocol.events import (
     FenceDone,
     Grant,
     Granted,
+    HandoffPhase,
+    HandoffQuarantined,
     PeerDown,
-    Phase,
     Publish,
-    Quarantined,
     Redirected,
     Relay,
+    Send,
     Tick,
     WriteBroken,
     WriteLanded,
@@ -34,6 +38,7 @@ from segue.kv.protocol.messages import (
     Accepted,
     ChunkPosted,
     Committed,
+    Declined,
     Destination,
     Drained,
     Failed,
@@ -61,15 +66,26 @@ class ReceiverState(enum.StrEnum):
 _S = ReceiverState
 
 
+@dataclass(frozen=True, slots=True)
+class DestinationTerms:
+    """What `Destination` says beside the pages; see there."""
+
+    claim: bytes = b""
+    inferred: bool = False
+    replaces: int | None = None
+
+
 class ReceiverMachine(Machine):
     """Publishes pages, tallies and verifies what lands in them, has it passed on to the ranks that hold the
     same, commits; or fails and waits for a proof."""
 
-    __slots__ = ("_granting", "_inferred", "_tally", "pages", "peer_done", "slot")
+    __slots__ = ("_asks", "_granting", "_tally", "accepted", "pages", "peer_done", "slot")
 
-    def __init__(self, args: MachineArgs) -> None:
+    def __init__(self, args: MachineArgs, asks: DestinationTerms) -> None:
         super().__init__(args)
-        self._inferred = args.inferred
+        self._asks = asks
+        #: Prefill's room is bound to this hand-off.
+        self.accepted = False
         self._tally: Tally | None = None
         self.pages: tuple[int, ...] = ()
         self.slot: int | None = None
@@ -132,8 +148,10 @@ class ReceiverMachine(Machine):
             pages=list(self.pages),
             transport=self.transport,
             plan_hash=self.plan.hash(self.prompt_tokens, self.prefix_tokens, len(self.pages)),
-            inferred=self._inferred,
+            claim=self._asks.claim,
+            inferred=self._asks.inferred,
             slot=self.slot,
+            replaces=self._asks.replaces,
         )
         self.send(message)
 
@@ -141,7 +159,7 @@ class ReceiverMachine(Machine):
 
     def _meet(self, link: PeerLink) -> None:
         self.meet(link)
-        self.emit(Phase(self.transfer, KVPoll.WAITING_FOR_INPUT))
+        self.emit(HandoffPhase(self.transfer, KVPoll.WAITING_FOR_INPUT))
 
     def _ask_again(self, link: PeerLink) -> None:
         """The same incarnation is back: its word is proof, so ask for it again."""
@@ -163,13 +181,23 @@ class ReceiverMachine(Machine):
         self.peer_done = True
 
     def _moved(self, message: Moved) -> None:
-        """Whether to go there is not this hand-off's matter: it is over as soon as nobody writes for it."""
+        """The receiver begins again there, once nobody writes for this hand-off. Raises TransferFailed if
+        prefill had accepted it: then it may have written."""
+        if self.accepted:
+            raise TransferFailed("prefill sent decode to another DP rank after it had accepted this one")
+        if message.error is not None:
+            # The rank that has the room was not asked, and must not wait for us.
+            owner = LeaderId(self.peer.incarnation, message.dp_rank)
+            elsewhere = msgspec.structs.replace(self.transfer, prefill=owner)
+            self.emit(Send(owner, Declined(elsewhere, message.error, self._asks.claim)))
+            self.end(message.error, End.BY_PEER)
+            return
         text = f"the room belongs to DP rank {message.dp_rank} of this prefill instance"
         self.emit(Redirected(self.transfer, message.dp_rank))
         self.end(self.problem(DpRankConflict, text), End.HERE)
 
     def _accepted(self, message: Accepted) -> None:
-        """Prefill has read the destination; nothing follows from it."""
+        self.accepted = True
 
     def _too_early(self, message: ChunkPosted | Metadata) -> None:
         raise TransferFailed(f"{type(message).__name__} came before any page was published")
@@ -178,7 +206,7 @@ class ReceiverMachine(Machine):
 
     def _first_chunk(self, message: ChunkPosted) -> None:
         self.tally.chunk(message)
-        self.emit(Phase(self.transfer, KVPoll.TRANSFERRING))
+        self.emit(HandoffPhase(self.transfer, KVPoll.TRANSFERRING))
         self._verify(message)
 
     def _chunk(self, message: ChunkPosted) -> None:
@@ -240,7 +268,8 @@ class ReceiverMachine(Machine):
 
     def _commit(self) -> None:
         tally = self.tally
-        phase = Phase(self.transfer, KVPoll.SUCCESS, None, tally.metadata, tally.last_wire_s, tally.nbytes)
+        content = None if tally.metadata is None else tally.metadata.content
+        phase = HandoffPhase(self.transfer, KVPoll.SUCCESS, None, content, tally.last_wire_s, tally.nbytes)
         self.emit(phase)
         self.send(Committed(self.transfer))
         self.fence()
@@ -259,15 +288,20 @@ class ReceiverMachine(Machine):
         return self.problem(DeadlineExceeded, text)
 
     def end(self, error: ErrorInfo, end: End) -> None:
-        """See `Machine.end`; published pages are asked for back, others are free."""
-        super().end(error, end)
-        if self.lease is Lease.HELD:
+        """See `Machine.end`; published pages are asked for back, others are free, and prefill's room was not
+        bound."""
+        held = self.lease is Lease.HELD
+        super().end(error, End.BY_PEER if held else end)
+        if held:
+            self.ended_by_peer = end is End.BY_PEER
+            if end is End.HERE:
+                self.send(Declined(self.transfer, error, self._asks.claim))
             return self.release()
         if end is not End.SESSION_LOST:
             self.send(Abort(self.transfer))
         # After the words: a write that the fence refuses must not reach prefill before the reason does.
         self.fence()
-        self.emit(Quarantined(self.transfer, self.exposed_pages))
+        self.emit(HandoffQuarantined(self.transfer, self.exposed_pages))
         return None
 
     def _read(self, event: ChecksumReady) -> None:

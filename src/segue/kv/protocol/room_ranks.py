@@ -47,6 +47,14 @@ class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
         return room % self.size
 
 
+class PrefillInstance(msgspec.Struct, frozen=True):
+    """A prefill instance as the registry has it: `dp`, its number of DP ranks and placement rule, and
+    `ranks`, the DP ranks that are registered."""
+
+    dp: DpRanks
+    ranks: frozenset[int]
+
+
 def dp_rank_conflict(room: int, true: int, other: int) -> DpRankConflict:
     """The error of a request whose `room` is on DP rank `true`, while decode looks for it, or the room itself
     names it, on rank `other`."""

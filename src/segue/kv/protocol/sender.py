@@ -1,4 +1,4 @@
-"""The prefill half of one hand-off (`KVSender`)."""
+"""The prefill half of one hand-off: a room (`rooms.py`) makes one for each destination that it accepts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
-from segue.kv.errors import BootstrapTimeout, ErrorInfo, Internal, LayoutMismatch, TransferFailed
+from segue.kv.errors import ErrorInfo, LayoutMismatch, TransferFailed
 from segue.kv.ids import ChecksumMode, KVPoll, Span
 from segue.kv.layout.content import LayerSample
 from segue.kv.layout.planner import PairPlan
@@ -17,8 +17,8 @@ from segue.kv.protocol.events import (
     ChecksumReady,
     ComputeChecksum,
     FenceDone,
+    HandoffPhase,
     PeerDown,
-    Phase,
     PostWrite,
     SendChunk,
     SendMetadata,
@@ -38,8 +38,10 @@ from segue.kv.protocol.messages import (
     Drained,
     Failed,
     Gone,
+    Metadata,
 )
 from segue.kv.protocol.tally import page_problem, slot_problem
+from segue.kv.protocol.timers import DeadlineEntry
 
 #: How long a sender whose write decode refused waits for decode to say why. Decode says it before it refuses
 #: anything, but over the session, which a write may overtake; without a session nothing comes.
@@ -54,7 +56,6 @@ class SenderState(enum.StrEnum):
     has failed, and writes may be in flight; `DRAINED` has none, but a checksum may still read the pages; the
     last two hold nothing."""
 
-    BOOTSTRAPPING = "BOOTSTRAPPING"
     WAITING_FOR_INPUT = "WAITING_FOR_INPUT"
     TRANSFERRING = "TRANSFERRING"
     ALL_CACHED = "ALL_CACHED"
@@ -108,9 +109,19 @@ class SenderMachine(Machine):
         "_to",
     )
 
-    def __init__(self, args: MachineArgs) -> None:
+    def __init__(self, args: MachineArgs, destination: Destination) -> None:
+        """Raises what is wrong with the destination; nothing was said or written then."""
         super().__init__(args)
-        self._to: Destination | None = None
+        if self.link is None:
+            raise self.illegal("a destination came without a session")
+        self.meet(self.link)
+        self._check(destination, self.plan)
+        self._to = destination
+        self.prefix_tokens = destination.prefix_tokens
+        self.epoch = destination.epoch
+        self.deadline = min(self.deadline, self.turn.now + destination.budget_s)
+        self.timer = DeadlineEntry(self.deadline, args.due)
+        self._queues: dict[_Pair, deque[_ChunkWrite]] = {pair: deque() for pair in self.plan.pairs}
         self._next_token = 0
         self._next_tag = 0
         self._sequence = 0
@@ -120,30 +131,30 @@ class SenderMachine(Machine):
         #: by rank and tag: writes that have not landed, and chunks whose pages are read for their checksum
         self._in_flight: dict[tuple[int, int], tuple[_Pair, _ChunkWrite]] = {}
         self._reading: dict[tuple[int, int], tuple[_Pair, _ChunkWrite]] = {}
-        self._queues: dict[_Pair, deque[_ChunkWrite]] = {}
         self._metadata_sent = False
         #: what to fail with if decode does not say why it refused a write, and the deadline without that
         self._refusal: ErrorInfo | None = None
-        self._due = args.deadline
+        self._due = self.deadline
         self._first_post_at: float | None = None
         self._last_landed_at = 0.0
         self._landed_bytes = 0
 
     # ---- the session and the peer --------------------------------------------------------------
 
-    def _destination(self, message: Destination) -> None:
-        """Where to write. Raises what is wrong with it."""
-        if self.link is None:
-            raise Internal("a destination came without a session")
-        self.meet(self.link)
-        self._check(message, self.plan)
-        self._to = message
-        self.prefix_tokens = message.prefix_tokens
-        self.epoch = message.epoch
-        self.deadline = min(self.deadline, self.turn.now + message.budget_s)
-        self._queues = {pair: deque() for pair in self.plan.pairs}
-        self.emit(Phase(self.transfer, KVPoll.WAITING_FOR_INPUT))
+    def begin(self) -> None:
+        """The room is bound: its engine and decode are told."""
+        self.emit(HandoffPhase(self.transfer, KVPoll.WAITING_FOR_INPUT))
         self.send(Accepted(self.transfer))
+
+    @property
+    def in_doubt(self) -> bool:
+        """Everything has landed and was announced: decode may have committed already."""
+        return self._all_sent and not self.phase.terminal
+
+    @property
+    def _all_sent(self) -> bool:
+        done = self._next_token == self.prompt_tokens and not any(self._queues.values())
+        return done and self._metadata_sent
 
     def _check(self, message: Destination, plan: PairPlan) -> None:
         """Both sides must agree on prompt, prefix, pages and layouts before a byte moves."""
@@ -176,10 +187,10 @@ class SenderMachine(Machine):
         raise TransferFailed("decode committed before every write had landed and the metadata was sent")
 
     def _committed(self, message: Committed) -> None:
-        if self._next_token < self.prompt_tokens or any(self._queues.values()) or not self._metadata_sent:
+        if not self._all_sent:
             self._too_early(message)
         wire_s = 0.0 if self._first_post_at is None else self._last_landed_at - self._first_post_at
-        self.emit(Phase(self.transfer, KVPoll.SUCCESS, wire_s=wire_s, nbytes=self._landed_bytes))
+        self.emit(HandoffPhase(self.transfer, KVPoll.SUCCESS, wire_s=wire_s, nbytes=self._landed_bytes))
         self.release()
 
     def _meet(self, link: PeerLink) -> None:
@@ -201,7 +212,7 @@ class SenderMachine(Machine):
         """Post the writes of a finished chunk, or of more of its layers. Raises IllegalEvent, unchanged, for
         a wrong span or number of layers."""
         plan, to, span = self.plan, self._to, event.span
-        if to is None or span.start != self._next_token or not span.start < span.end <= self.prompt_tokens:
+        if span.start != self._next_token or not span.start < span.end <= self.prompt_tokens:
             raise self.illegal(
                 f"chunk [{span.start}, {span.end}) where one from token {self._next_token} of "
                 f"{self.prompt_tokens} was due"
@@ -236,7 +247,7 @@ class SenderMachine(Machine):
             blocks[0] += (plan.state_block(*plan.pairs[0], slot, to.slot),)
         self._partly_sent, self._layers_sent = span, 0 if whole else until
         if self.state is SenderState.WAITING_FOR_INPUT:
-            self.emit(Phase(self.transfer, KVPoll.TRANSFERRING))
+            self.emit(HandoffPhase(self.transfer, KVPoll.TRANSFERRING))
             if len(part):
                 self.exposed_pages = len(event.pages)
                 self._first_post_at = self.turn.now
@@ -277,17 +288,10 @@ class SenderMachine(Machine):
 
     def _metadata(self, event: SendMetadata) -> None:
         """Send the metadata at once: it need not wait for the writes, the tally does."""
-        metadata = event.metadata
         if self._metadata_sent:
             raise self.illegal("metadata was sent already")
-        if metadata.transfer != self.transfer:
-            raise self.illegal(f"metadata of {metadata.transfer} for {self.transfer}")
-        if metadata.prompt_tokens != self.prompt_tokens:
-            raise self.illegal(
-                f"metadata for {metadata.prompt_tokens} prompt tokens, not {self.prompt_tokens}"
-            )
         self._metadata_sent = True
-        self.send(metadata)
+        self.send(Metadata(transfer=self.transfer, prompt_tokens=self.prompt_tokens, content=event.content))
 
     # ---- the transport -------------------------------------------------------------------------
 
@@ -338,10 +342,7 @@ class SenderMachine(Machine):
     # ---- the end -------------------------------------------------------------------------------
 
     def deadline_error(self) -> ErrorInfo:
-        """See `Machine.deadline_error`; before a destination came, that it did not come."""
-        if self.state is SenderState.BOOTSTRAPPING:
-            text = f"decode gave no destination within {self.turn.now - self.opened_at:.3f} s"
-            return self.problem(BootstrapTimeout, text)
+        """See `Machine.deadline_error`; why decode refused a write, if it did and has not said so."""
         if self._refusal is not None and self.turn.now < self._due:
             return self._refusal
         return super().deadline_error()
@@ -388,11 +389,6 @@ class SenderMachine(Machine):
     }
 
     TABLE: ClassVar[Mapping[SenderState, Mapping[type, Row]]] = {
-        _S.BOOTSTRAPPING: {
-            PeerLink: (_meet, _S.BOOTSTRAPPING),
-            Destination: (_destination, _S.WAITING_FOR_INPUT),
-            **rows(_S.FAILED, {**_ENDED_BY, Committed: _too_early}),
-        },
         _S.WAITING_FOR_INPUT: {
             PeerLink: (_meet, _S.WAITING_FOR_INPUT),
             SendChunk: (_chunk, _S.WAITING_FOR_INPUT, _S.TRANSFERRING, _S.ALL_CACHED),
@@ -435,7 +431,6 @@ class SenderMachine(Machine):
     }
 
     STATES: ClassVar[Mapping[SenderState, tuple[KVPoll, Lease]]] = {
-        _S.BOOTSTRAPPING: (KVPoll.BOOTSTRAPPING, Lease.HELD),
         _S.WAITING_FOR_INPUT: (KVPoll.WAITING_FOR_INPUT, Lease.HELD),
         _S.TRANSFERRING: (KVPoll.TRANSFERRING, Lease.PUBLISHED),
         _S.ALL_CACHED: (KVPoll.TRANSFERRING, Lease.HELD),

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import heapq
-
-from segue.kv.ids import TransferId
+from collections.abc import Callable
 
 
 class DeadlineEntry:
-    """One entry of the exchange's deadline heap. It outlives the machine as its tombstone's timer."""
+    """One entry of the exchange's deadline heap; `due` is called with it once its time has come."""
 
-    __slots__ = ("at", "live", "transfer")
+    __slots__ = ("at", "due", "live")
 
-    def __init__(self, transfer: TransferId, at: float) -> None:
-        self.transfer = transfer
+    def __init__(self, at: float, due: Callable[[DeadlineEntry], None]) -> None:
         self.at = at
+        self.due = due
         self.live = True
 
 

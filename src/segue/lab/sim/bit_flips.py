@@ -75,7 +75,7 @@ class BitFlips:
 
     # ---- what must come of it ------------------------------------------------------------------
 
-    def ended(self, node: KVView, effect: events.Phase) -> None:
+    def ended(self, node: KVView, effect: events.HandoffPhase) -> None:
         """5: nothing is decoded from a flipped hand-off; and no checksum is wrong without a flip."""
         transfer, error = effect.transfer, effect.error
         if effect.phase is KVPoll.SUCCESS and node.spec.role is Role.DECODE and transfer in self.spoiled:

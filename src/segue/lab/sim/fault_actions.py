@@ -318,9 +318,9 @@ class Strikes:
             if node.resumed_at > looks_at:  # it stood still itself, and notices only now
                 looks_at = self.world.now
                 node.after(after_s, ended)
-            elif left := list(node.exchange.open_transfers()):
+            elif left := list(node.exchange.open_halves()):
                 text = f"{node.name} has lost its rank and still has {left}"
-                self.world.fail(Violation("12", text, tuple(transfer.room for transfer in left)))
+                self.world.fail(Violation("12", text, tuple(key.room for key in left)))
 
         def leaves() -> None:
             node.workers[which].leave()  # waits for what its threads copy

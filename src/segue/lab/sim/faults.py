@@ -13,6 +13,7 @@ from segue.kv.protocol.messages import Metadata
 from segue.lab.sim.node_views import NodeView
 from segue.lab.sim.vocabulary import SPOILED_METADATA
 from segue.lab.sim.world import Injected
+from segue.server.schedulers.prefill_result import decode_result
 from segue.server.schedulers.scheduler import Scheduler
 
 
@@ -122,7 +123,7 @@ class NodeFaults:
         if exchange is None or self._machine_armed:
             return
         self._machine_armed = True
-        normal = exchange._run
+        normal = exchange.run
 
         def run(machine: Any, event: object) -> None:
             kind = type(machine)
@@ -130,7 +131,7 @@ class NodeFaults:
             if type(event) not in rows:
                 normal(machine, event)
                 return
-            exchange._run = normal
+            exchange.run = normal
             self._machine_armed = False
             self.node.state.buggy.add(machine.transfer)
             handler, *afters = rows[type(event)]
@@ -150,7 +151,7 @@ class NodeFaults:
             finally:
                 kind.TABLE = table
 
-        exchange._run = run
+        exchange.run = run
 
     def metadata(self, metadata: Metadata) -> tuple[Metadata, bool]:
         """What is sent instead of `metadata`, and whether the session breaks right before it."""
@@ -165,9 +166,10 @@ class NodeFaults:
             case "first token":
                 vocab_size = node.engine.info.vocab_size
                 token = node.rng.choice((-1, vocab_size, 10**9))
-                return structs.replace(metadata, first_token=token), False
-            case "prompt hash":
-                return structs.replace(metadata, prompt_hash=metadata.prompt_hash ^ 1), False
+                result = structs.replace(decode_result(metadata.content), first_token=token)
+                return structs.replace(metadata, content=result.encode()), False
+            case "content":
+                return structs.replace(metadata, content=metadata.content[:-1]), False
             case "prompt tokens":
                 return structs.replace(metadata, prompt_tokens=metadata.prompt_tokens + 1), False
             case _:

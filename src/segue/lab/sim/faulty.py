@@ -164,7 +164,7 @@ DESTINATION: tuple[Change, ...] = (
     _astray,
     _again,
 )
-METADATA: tuple[Change, ...] = (_again_with("first_token", 1), _again, _astray)
+METADATA: tuple[Change, ...] = (_again_with("prompt_tokens", 1), _again, _astray)
 #: What is changed, and how.
 KINDS: tuple[tuple[type[HandoffMessage], Change], ...] = (
     *((ChunkPosted, change) for change in CHUNK),

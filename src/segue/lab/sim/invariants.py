@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from segue.kv.errors import ErrorInfo, Internal
-from segue.kv.ids import KVPoll, LeaderId, Role, TransferId
+from segue.kv.ids import KVPoll, LeaderId, Role, RoomKey, TransferId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Destination, Drained, Metadata, Moved
 from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT
@@ -21,6 +21,7 @@ from segue.lab.sim.rank_checks import Half, RankChecks
 from segue.lab.sim.request_checks import RequestChecks
 from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Violation
+from segue.server.schedulers.prefill_result import decode_result
 
 NEXT = {
     None: {KVPoll.BOOTSTRAPPING},
@@ -44,13 +45,21 @@ class Checks:
         self._check_every = check_every
         #: (leader, transfer) → half
         self.halves: dict[tuple[LeaderId, TransferId], Half] = {}
+        #: (leader, the engine's name of its half) → its newest hand-off, and the last phase
+        self.transfers: dict[tuple[LeaderId, RoomKey], TransferId] = {}
+        self._rooms: dict[tuple[LeaderId, RoomKey], KVPoll] = {}
+        self._freed: set[tuple[LeaderId, RoomKey]] = set()
+        #: whom a half may speak with before it has a hand-off: prefill's placed decode, decode's instance
+        self._placed: dict[tuple[LeaderId, RoomKey], LeaderId | None] = {}
+        #: by room, what prefill's engine sends decode's
+        self._contents: dict[int, bytes] = {}
         self.open: dict[tuple[LeaderId, TransferId], Half] = {}
         self.reads: dict[tuple[LeaderId, LeaderId, int], TransferId] = {}
         self.flips = BitFlips(state.counts, state.flipped)
         #: (leader, peer) → when they last began a session
         self._joined: dict[tuple[LeaderId, LeaderId], float] = {}
         self._turns = 0
-        self._orphaned: dict[tuple[LeaderId, TransferId], float] = {}
+        self._orphaned: dict[tuple[LeaderId, RoomKey], float] = {}
         self.answers = AnswerChecks(state, causes)
         self.requests = RequestChecks(state, causes)
         self.ranks = RankChecks(state, self.halves, self.reads)
@@ -61,28 +70,33 @@ class Checks:
     def effect(self, node: KVView, effect: Any) -> None:
         """Look at one effect of a node's exchange before it is carried out."""
         kind = type(effect)
-        if kind is events.Phase:
+        if kind is events.HandoffPhase:
             self._phase(node, effect)
+        elif kind is events.Phase:
+            self._room_phase(node, effect)
+        elif kind is events.Release:
+            self._room_freed(node, effect.key)
         elif kind is events.Send:
             if isinstance(effect.message, Destination):
                 self._published(node, effect.message)
             elif isinstance(effect.message, Drained):
                 self.ranks.drained(node, effect.message.transfer)
-            elif isinstance(effect.message, Moved) and node.spec.on_conflict != REDIRECT_ON_CONFLICT:
-                room = (effect.message.transfer.room,)
-                raise Violation("conflict", f"{node.name} sends decode elsewhere: {effect.message}", room)
             elif isinstance(effect.message, Moved):
-                self.state.counts["sent on to another DP rank"] += 1
-            elif isinstance(effect.message, Metadata) and not effect.message.computed:
+                redirect = node.spec.on_conflict == REDIRECT_ON_CONFLICT
+                if redirect != (effect.message.error is None):
+                    text = f"{node.name} answers a conflict with {effect.message}"
+                    raise Violation("conflict", text, (effect.message.transfer.room,))
+                self.state.counts["sent on to another DP rank"] += redirect
+            elif isinstance(effect.message, Metadata) and not decode_result(effect.message.content).computed:
                 self.state.counts["sent again without a forward"] += 1
         elif kind is events.PostWrite:
             self._posted(node, effect)
             self.ranks.posted(node, effect)
         elif kind is events.Relay:
             self.state.counts["passed on"] += 1
-        elif kind is events.Release:
+        elif kind is events.HandoffReleased:
             self._released(node, effect.transfer)
-        elif kind is events.Quarantined:
+        elif kind is events.HandoffQuarantined:
             half = self.half(node, effect.transfer)
             if half.quarantined or half.phase is not KVPoll.FAILED:
                 raise Violation(
@@ -92,26 +106,50 @@ class Checks:
 
     def scope(self, node: KVView, event: Any, effects: list[Any]) -> None:
         """12 and 13: an event changes its own hand-off, a lost peer exactly those bound to it."""
-        if isinstance(event, events.Tick):
+        if isinstance(event, events.ExpectRoom):
+            self._placed[node.me, event.key] = event.decode
+            if event.decode is not None:
+                key = event.key
+                placed = TransferId(key.room, event.attempt, node.me, event.decode)
+                self.transfers[node.me, key] = placed
+        elif isinstance(event, events.OpenReceiver):
+            self._placed[node.me, event.key] = event.prefill
+        elif isinstance(event, events.SendMetadata):
+            self._contents[event.key.room] = event.content
+        if isinstance(event, events.Tick | events.PrefillInstances):
             return
         if isinstance(event, events.PeerUp | events.PeerDown):
-            prefill = node.spec.role is Role.PREFILL
             for effect in effects:
-                transfer = effect.message.transfer if isinstance(effect, events.Send) else effect.transfer
-                if event.peer != (transfer.decode if prefill else transfer.prefill):
-                    raise Violation("13", f"{node.name}: {event} touched {transfer}", (transfer.room,))
+                about, peer = self._about(node, effect)
+                if peer is not None and event.peer not in (
+                    peer,
+                    LeaderId(peer.incarnation, event.peer.dp_rank),
+                ):
+                    raise Violation("13", f"{node.name}: {event} touched {about}", (about.room,))
             return
-        own = event.message.transfer if isinstance(event, events.Received) else event.transfer
+        own, _ = self._about(node, event)
         if isinstance(event, events.FenceDone):
-            self.half(node, own).fenced = True
+            self.half(node, event.transfer).fenced = True
         for effect in effects:
-            transfer = effect.message.transfer if isinstance(effect, events.Send) else effect.transfer
-            if transfer != own:
-                raise Violation("12", f"{node.name}: {event} touched {transfer}", (transfer.room, own.room))
+            about, _ = self._about(node, effect)
+            if about != own:
+                raise Violation("12", f"{node.name}: {event} touched {about}", (about.room, own.room))
         if isinstance(event, events.AbortTransfer):
-            phase = node.exchange.phase(own)
+            phase = node.exchange.phase(event.transfer)
             if phase is not None and not phase.terminal:
                 raise Violation("18", f"{node.name} was told to end {own} and did not", (own.room,))
+
+    def _about(self, node: KVView, what: Any) -> tuple[RoomKey, LeaderId | None]:
+        """Which half of this node's engine an event or effect is about, and with whom it speaks."""
+        if isinstance(what, events.Send | events.Received):
+            what = what.message
+        transfer: TransferId | None = getattr(what, "transfer", None)
+        prefill = node.spec.role is Role.PREFILL
+        if transfer is None:
+            return what.key, self._placed.get((node.me, what.key))
+        if prefill:
+            return transfer.sent_as, transfer.decode
+        return transfer.received_as, transfer.prefill
 
     def joined(self, node: KVView, peer: KVView) -> None:
         """9: an illegal pair is refused before anything is asked of it."""
@@ -128,8 +166,46 @@ class Checks:
 
     def is_over(self, node: KVView, event: Any) -> bool:
         """Whether the hand-off that `event` speaks of has ended here and let everything go."""
+        if (key := getattr(event, "key", None)) is not None:
+            return (node.me, key) in self._freed
         half = self.halves.get((node.me, getattr(event, "transfer", None)))  # type: ignore[arg-type]
         return half is not None and half.released_at is not None
+
+    def _room_phase(self, node: KVView, effect: events.Phase) -> None:
+        """2: what an engine is told of its half never goes back, and ends once. A room that was placed for a
+        decode leader counts as a half of that hand-off before it is bound."""
+        key = (node.me, effect.key)
+        before = self._rooms.get(key)
+        begins = effect.phase is KVPoll.BOOTSTRAPPING
+        over = before is not None and before.terminal and key in self._freed
+        if begins and over:
+            self._freed.discard(key)
+        elif begins != (before is None) or (before is not None and before.terminal):
+            raise Violation("2", f"{node.name}: room {effect.key} from {before} to {effect}", (key[1].room,))
+        self._rooms[key] = effect.phase
+        transfer = self.transfers.get(key)
+        if node.spec.role is not Role.PREFILL or transfer is None:
+            return
+        half = self.halves.get((node.me, transfer))
+        unbound = half is not None and half.phase is KVPoll.BOOTSTRAPPING
+        if begins or (unbound and effect.phase is KVPoll.FAILED):
+            self._phase(node, events.HandoffPhase(transfer, effect.phase, effect.error))
+
+    def _room_freed(self, node: KVView, key: RoomKey) -> None:
+        """3: the engine has its pages back once, after the end, when no machine of the half holds them."""
+        phase = self._rooms.get((node.me, key))
+        if phase is None or not phase.terminal or (node.me, key) in self._freed:
+            raise Violation("3", f"{node.name} released room {key} in {phase}, or twice", (key.room,))
+        self._freed.add((node.me, key))
+        transfer = self.transfers.get((node.me, key))
+        half = self.halves.get((node.me, transfer)) if transfer is not None else None
+        if transfer is None or half is None or half.released_at is not None:
+            return
+        if half.epoch or node.spec.role is Role.DECODE:
+            raise Violation(
+                "3", f"{node.name} released room {key}, of which {transfer} holds pages", (key.room,)
+            )
+        self._released(node, transfer)
 
     def half(self, node: KVView, transfer: TransferId) -> Half:
         """What `node` has said of a hand-off."""
@@ -138,7 +214,7 @@ class Checks:
             raise Violation("1", f"{node.name} speaks of {transfer}, which it never opened", (transfer.room,))
         return half
 
-    def _phase(self, node: KVView, effect: events.Phase) -> None:
+    def _phase(self, node: KVView, effect: events.HandoffPhase) -> None:
         key = (node.me, effect.transfer)
         half = self.halves.get(key)
         room = (effect.transfer.room,)
@@ -152,6 +228,7 @@ class Checks:
                 raise Violation("1", f"a second half of {effect.transfer} on {node.name}", room)
             half = self.halves[key] = self.open[key] = Half(node, self.world.now)
             if node.spec.role is Role.DECODE:
+                self.transfers[node.me, effect.transfer.received_as] = effect.transfer
                 self.state.counts["hand-offs"] += 1
         if half is None:
             raise Violation("1", f"a phase of {effect.transfer}, which {node.name} never opened", room)
@@ -169,12 +246,12 @@ class Checks:
         peer = effect.transfer.decode if node.spec.role is Role.PREFILL else effect.transfer.prefill
         half.connected = peer in node.peers
         if effect.phase is KVPoll.SUCCESS:
-            if node.spec.role is Role.DECODE and (
-                effect.metadata is None
-                or effect.metadata.transfer != effect.transfer
-                or self.state.spoiled.get(effect.transfer.room) == "prompt tokens"
-            ):
-                raise Violation("7", f"{effect.transfer} succeeded with the metadata {effect.metadata}", room)
+            spoiled = self.state.spoiled.get(effect.transfer.room)
+            foreign = not spoiled and effect.metadata != self._contents.get(effect.transfer.room)
+            if node.spec.role is Role.DECODE and (spoiled == "prompt tokens" or foreign):
+                raise Violation(
+                    "7", f"{effect.transfer} succeeded with the metadata {effect.metadata!r}", room
+                )
             self.state.counts["succeeded" if node.spec.role is Role.DECODE else "committed"] += 1
         else:
             self._root_cause(effect.error, room)
@@ -337,12 +414,12 @@ class Checks:
             if not now <= job.entered + job.ticket.budget_s + slack_s:  # not what production made of it
                 raise Violation("15", f"{node.name}: a job outlived its deadline", (job.ticket.room,))
         if isinstance(node, KVView):
-            for transfer, entry in scheduler.table.items():
-                phase = node.exchange.phase(transfer)
+            for key, entry in scheduler.table.items():
+                phase = node.exchange.phase_of(key)
                 late_s = now - entry.state.entered - entry.state.ticket.budget_s
                 if phase is not None and not phase.terminal and not late_s <= slack_s:
                     raise Violation(
-                        "15", f"{node.name}: {transfer} outlived its own half's deadline", (transfer.room,)
+                        "15", f"{node.name}: room {key} outlived its own half's deadline", (key.room,)
                     )
             for machine in node.exchange._machines.values():
                 if not machine.phase.terminal and not now <= machine.deadline + slack_s:
@@ -358,36 +435,33 @@ class Checks:
             return  # its drain has taken too long: nobody turns any more, and it waits for the registry to go
         scheduler: Any = node.scheduler
         since_s = self.world.now - node.resumed_at
-        found: set[TransferId] = set()
-        for transfer, entry in scheduler.table.items():
-            phase = node.exchange.phase(transfer)
+        found: set[RoomKey] = set()
+        for key, entry in scheduler.table.items():
+            phase = node.exchange.phase_of(key)
             if entry.state.ended and phase is not None and not phase.terminal:
-                found.add(transfer)
+                found.add(key)
         if node.spec.role is Role.PREFILL:
-            for job in scheduler.admission.requests.values():
-                half = self.halves.get((node.me, job.transfer))
-                if half is not None and half.released_at is not None:
-                    found.add(job.transfer)
-        for transfer in found:
-            first = self._orphaned.setdefault((node.me, transfer), self.world.now)
+            keys = {scheduler.key_of(job) for job in scheduler.admission.requests.values()}
+            found |= {key for key in keys if (node.me, key) in self._freed}
+        for key in found:
+            first = self._orphaned.setdefault((node.me, key), self.world.now)
             if min(self.world.now - first, since_s) > 1.0:
                 raise Violation(
-                    "18", f"{node.name}: only one of job and hand-off of {transfer} ended", (transfer.room,)
+                    "18", f"{node.name}: only one of job and hand-off of room {key} ended", (key.room,)
                 )
 
     def _hidden_quarantine(self, node: KVView) -> None:
         """3: pages that wait for a proof are counted as such, or nobody would hear the alarm."""
         scheduler: Any = node.scheduler
-        for transfer in list(scheduler.table):
-            half = self.halves.get((node.me, transfer))
+        for key in list(scheduler.table):
+            transfer = self.transfers.get((node.me, key))
+            half = None if transfer is None else self.halves.get((node.me, transfer))
             if half is None or not half.quarantined or half.released_at is not None or half.ended_at is None:
                 continue
             if min(self.world.now - half.ended_at, self.world.now - node.resumed_at) < 1.0:
                 continue
             if not set(half.pages) <= set(node.pool._holds):
-                raise Violation(
-                    "3", f"{node.name} does not count {transfer} as quarantined", (transfer.room,)
-                )
+                raise Violation("3", f"{node.name} does not count {transfer} as quarantined", (key.room,))
 
     def _bounds(self, node: NodeView) -> None:
         """20 and 22."""

@@ -108,7 +108,7 @@ class RankChecks:
         if transfer is None:
             raise Violation("3", f"{node.name} sends pages of epoch {epoch:x} that it has given up")
         scheduler: Any = node.scheduler
-        entry = scheduler.table.get(transfer)
+        entry = scheduler.table.get(transfer.sent_as)
         if entry is None or not pages <= node.engine.touched(entry.state.pages, entry.state.slot):
             raise Violation("3", f"{node.name} reads pages that {transfer} does not own", (transfer.room,))
 

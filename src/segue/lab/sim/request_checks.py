@@ -43,13 +43,13 @@ class RequestChecks:
         """1: a ticket places one request. (Of hand-offs the exchange's tombstones say the same.)"""
         scheduler: Any = node.scheduler
         for job in scheduler.admission.requests.values():
-            key = (node.me, job.transfer)
+            key = (node.me, job.received_as)
             seq_id, until = self._placed.setdefault(key, (job.seq_id, job.deadline))
             if seq_id == job.seq_id:
                 continue
             if job.entered < until:
                 raise Violation(
-                    "1", f"{node.name} took the ticket of {job.transfer} twice", (job.ticket.room,)
+                    "1", f"{node.name} took the ticket of room {job.received_as} twice", (job.ticket.room,)
                 )
             self._placed[key] = (job.seq_id, job.deadline)
 
@@ -134,16 +134,16 @@ class RequestChecks:
                 left = (origin, asked) in scheduler.admission.requests
             case FrontendGone(origin):
                 left = any(job.origin == origin for job in scheduler.admission.requests.values())
-            case events.Phase(transfer):
+            case events.Phase(key):
                 left, rooms = (
-                    any(job.transfer == transfer for job in scheduler.admission.requests.values()),
-                    (transfer.room,),
+                    any(scheduler.key_of(job) == key for job in scheduler.admission.requests.values()),
+                    (key.room,),
                 )
-            case events.Release(transfer):
-                left, rooms = scheduler.table.get(transfer) is not None, (transfer.room,)
-            case events.Quarantined(transfer):
-                entry = scheduler.table.get(transfer)
-                left, rooms = entry is not None and not entry.quarantined, (transfer.room,)
+            case events.Release(key):
+                left, rooms = scheduler.table.get(key) is not None, (key.room,)
+            case events.Quarantined(key):
+                entry = scheduler.table.get(key)
+                left, rooms = entry is not None and not entry.quarantined, (key.room,)
             case _:
                 left = False
         if left:

@@ -144,8 +144,8 @@ def _concerns(what: Any, rooms: set[int]) -> bool:
     if isinstance(what, str):
         return "room" not in what or any(f"{room:x}" in what for room in rooms)
     message = getattr(what, "message", what)
-    transfer = getattr(message, "transfer", None)
-    return transfer is None or transfer.room in rooms
+    about = getattr(message, "transfer", None) or getattr(message, "key", None)
+    return about is None or about.room in rooms
 
 
 def describe(what: Any) -> str:
@@ -164,9 +164,9 @@ def describe(what: Any) -> str:
     parts = [type(what).__name__]
     if isinstance(what, events.Effect):
         parts.insert(0, " ")
-    transfer = getattr(what, "transfer", None)
-    if transfer is not None:
-        parts.append(str(transfer))
+    about = getattr(what, "transfer", None) or getattr(what, "key", None)
+    if about is not None:
+        parts.append(str(about))
     for name in ("phase", "epoch", "tag", "span", "pages", "prefix_tokens", "proven", "sequence", "final"):
         value = getattr(what, name, None)
         if value is not None:

@@ -20,9 +20,9 @@ from segue.kv.clock import Clock
 from segue.kv.config import LeaderRuntime, SessionConfig
 from segue.kv.control_plane import ControlPlane
 from segue.kv.errors import RankDivergence, SegueError
-from segue.kv.handles import Change
 from segue.kv.ids import Incarnation, Role
 from segue.kv.limits import Limits
+from segue.kv.protocol.events import Change
 from segue.kv.session.api import Session
 from segue.lab.sim.causes import Causes
 from segue.lab.sim.faults import NodeFaults

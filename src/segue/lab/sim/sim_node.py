@@ -14,7 +14,7 @@ import numpy as np
 from segue.kv.config import KVConfig, LeaderRuntime
 from segue.kv.errors import SegueError
 from segue.kv.handles import KVReceiver, KVSender
-from segue.kv.ids import LeaderId, RankId, Role, TransferId
+from segue.kv.ids import LeaderId, RankId, Role, RoomKey
 from segue.kv.layout.content import whole_pages
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.manager import KVManager
@@ -71,7 +71,7 @@ class CheckedExchange(Exchange):
         node = self._node
         node.world.note(node.name, event)
         if isinstance(event, events.OpenReceiver):
-            later = event.transfer.prefill.dp_rank or event.transfer.decode.dp_rank
+            later = event.prefill.dp_rank > 0 or node.me.dp_rank
             node.state.counts["hand-offs with a later leader of an incarnation"] += bool(later)
         about = event.message if isinstance(event, events.Received) else event
         if node.faults.event_fails and isinstance(about, UNDECIDED):
@@ -84,8 +84,8 @@ class CheckedExchange(Exchange):
         except IllegalEvent as exc:
             # What outlives even the tombstone (a pause) production refuses quietly.
             if not node.checks.is_over(node, event):
-                transfer = getattr(event, "transfer", None)
-                rooms = (transfer.room,) if transfer is not None else ()
+                named = getattr(event, "key", None) or getattr(event, "transfer", None)
+                rooms = (named.room,) if named is not None else ()
                 node.world.fail(Violation("2", f"{node.name}: {exc}", rooms))
             raise
         except SegueError as error:
@@ -145,7 +145,7 @@ class SimManager(KVManager):
 
     def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
         effects = super()._decide(event, now)
-        if self._lost is not None and isinstance(event, events.OpenSender | events.OpenReceiver):
+        if self._lost is not None and isinstance(event, events.ExpectRoom | events.OpenReceiver):
             self._refusals += effects  # it was never opened
         return effects
 
@@ -375,9 +375,9 @@ class KVNode(LeaderNode, KVView):
         return bool(busy(self.manager.sizes()))
 
     @property
-    def handles(self) -> dict[TransferId, KVSender | KVReceiver]:
+    def handles(self) -> dict[RoomKey, KVSender | KVReceiver]:
         """What the role still holds."""
-        return self.manager._handles
+        return self.manager.handles
 
     def checked(self, check: Callable[..., None], *args: Any) -> None:
         """Look at something; what is wrong ends the run, whatever production makes of the exception."""

@@ -178,7 +178,7 @@ class Member:
             return  # it has drained before anybody heard of it
         self.joined_at = self.state.world.now
         if isinstance(node, KVNode):
-            node.manager.open_ranks.registry = self.client
+            node.manager.use_registry(self.client)
         if node.draining:
             self.say_draining()
         self._spawn(self._or_drain("keep-alive", self.client.keep_alive, node.me.incarnation))

@@ -296,7 +296,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
 }
 
 #: What can be wrong with the metadata that prefill sends; the last one loses its session right before it.
-SPOILED_METADATA = ("first token", "prompt hash", "prompt tokens", "lost")
+SPOILED_METADATA = ("first token", "content", "prompt tokens", "lost")
 #: Calls of the engine that can break, beside the forward itself.
 ENGINE_CALLS = ("copy_out", "copy_in", "append", "close", "copy_out", "close")
 #: On what a role can raise the next time: a method of its, or `on_change` with one of these.

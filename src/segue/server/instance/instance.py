@@ -281,7 +281,7 @@ class Instance:
         )
         self._registry = registry
         if self.manager is not None:
-            self.manager.open_ranks.registry = registry
+            self.manager.use_registry(registry)
         self._stack.push_async_callback(registry.aclose)
         if config.http_port is not None:
             if config.door == "all":

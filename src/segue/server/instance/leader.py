@@ -367,7 +367,7 @@ class Leader:
                 case ForwardReady() | PeersAdvanced():
                     pass  # the loop has been woken
                 case Phase() | Release() | Quarantined():
-                    if self.forward is not None and self.scheduler.computes(item.transfer):
+                    if self.forward is not None and self.scheduler.computes(item.key):
                         self._after_forward.append(item)
                     else:
                         self.scheduler.on_change(item, now)
@@ -445,7 +445,7 @@ class Leader:
                 case FromFrontend(origin, Cancel() as cancel):
                     self.scheduler.broken(origin, cancel.request_id, error, now)
                 case Phase():
-                    self.scheduler.broken_handoff(item.transfer, error, now)
+                    self.scheduler.broken_handoff(item.key, error, now)
                 case Release() | Quarantined():
                     self.scheduler.on_change(item, now)
                 case FrontendGone(origin, reason):

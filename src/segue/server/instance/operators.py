@@ -142,8 +142,7 @@ class StatusReporter:
     def changed(self, change: Change) -> None:
         """A hand-off has changed: the ends are counted."""
         if isinstance(change, Phase) and change.phase.terminal:
-            transfer = change.transfer
-            peer = str(transfer.decode if self._role is Role.PREFILL else transfer.prefill)
+            peer = "" if change.peer is None else str(change.peer)
             counts = self._counts[peer] = self._counts.pop(peer, Counter())
             counts[change.phase] += 1
             if len(self._counts) > self._limit:

@@ -85,7 +85,7 @@ async def follow_prefill(registry: InstanceWatch, manager: KVManager) -> None:
     Hand-offs whose prefill rank is open are looked at again with each change."""
     known: dict[LeaderId, ReplicaRecord] = {}
     async for records in registry.watch(Role.PREFILL):
-        manager.open_ranks.instances({record.incarnation: _prefill(record) for record in records})
+        manager.prefill_instances({record.incarnation: _prefill(record) for record in records})
         now = {leader: where for record in records for leader, where in record.leaders()}
         for leader in [leader for leader in known if leader not in now]:
             manager.remove_peer(leader)

@@ -19,24 +19,25 @@ from segue.engine.pages import PagePool
 from segue.kv import (
     Change,
     ErrorInfo,
+    Handles,
     Internal,
     InvalidRequest,
     KVPoll,
     KVReceiver,
-    Metadata,
     MetadataMismatch,
     Phase,
     Quarantined,
     Release,
-    TransferId,
+    RoomKey,
+    SegueError,
 )
 from segue.server.messages.control import Load
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.credits import Credits
 from segue.server.schedulers.fair_queue import PASSED_STEPS, FairQueue
 from segue.server.schedulers.local_prompts import LocalPrompts
+from segue.server.schedulers.prefill_result import decode_result
 from segue.server.schedulers.request_state import (
-    Handoffs,
     RequestState,
     RoleTransfer,
     check_free,
@@ -49,11 +50,11 @@ class DecodeScheduler(UnifiedScheduler):
     """See the module's text. `handoffs` makes the receivers; `local` says which prompts frontends are to give
     to this instance alone (None: none)."""
 
-    def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handoffs) -> None:
+    def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handles) -> None:
         super().__init__(engine, pool, config)
         self.handoffs = handoffs
         self.local: LocalPrompts | None = None
-        self.table: dict[TransferId, RoleTransfer[KVReceiver]] = {}
+        self.table: dict[RoomKey, RoleTransfer[KVReceiver]] = {}
         self.preallocation = FairQueue(PASSED_STEPS * config.chunk_tokens)
         #: the first hand-off that could go on and lacks pages
         self._short: RequestState | None = None
@@ -66,24 +67,26 @@ class DecodeScheduler(UnifiedScheduler):
         if state.ticket.prefill == self.config.me:
             super()._admit(state, now)
             return
-        check_free(self.table, state)
-        receiver = self.handoffs.receiver(state.transfer)
-        self.table[state.transfer] = RoleTransfer(state, receiver)
-        state.enter("reserve", now)
+        check_free(self.table, state.received_as, state)
         hints = state.request.ranks
-        receiver.init(
+        receiver = self.handoffs.receive(
+            state.received_as,
+            state.ticket.prefill,
             len(state.prompt),
             state.deadline - now,
+            claim=state.claim,
             prefill_dp_rank=hints.disagg_prefill_dp_rank,
             force_query=hints.force_query_prefill_dp_rank,
         )
+        self.table[state.received_as] = RoleTransfer(state, receiver)
+        state.enter("reserve", now)
         self.preallocation.add(state)
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
         self.preallocation.remove(state)
         self.queue.remove(state)
         self.batch.remove(state)
-        entry = self.table.get(state.transfer)
+        entry = self.table.get(state.received_as)
         if entry is None or entry.state is not state:
             self.cache.release(state)
         elif error is not None:
@@ -120,11 +123,11 @@ class DecodeScheduler(UnifiedScheduler):
             state.enter("transfer", now, self.preallocation.start(state, can_start))
             credits.take(state)
             skipped = state.cached // self.cache.pool.page_tokens
-            entry.handle.send_metadata(state.pages[skipped:], state.cached, slot=state.slot)
+            entry.handle.publish(state.pages[skipped:], state.cached, slot=state.slot)
 
     def _settled(self, state: RequestState) -> RoleTransfer[KVReceiver] | None:
         """The hand-off of `state`, once its prefill side is known."""
-        entry = self.table.get(state.transfer)
+        entry = self.table.get(state.received_as)
         return entry if entry is not None and entry.handle.poll() is KVPoll.WAITING_FOR_INPUT else None
 
     def _reserve(self, state: RequestState) -> bool:
@@ -154,7 +157,7 @@ class DecodeScheduler(UnifiedScheduler):
 
     def on_change(self, change: Change, now: float) -> None:
         """What the protocol says of a hand-off."""
-        entry = self.table.get(change.transfer)
+        entry = self.table.get(change.key)
         if entry is None:
             return
         state = entry.state
@@ -172,39 +175,40 @@ class DecodeScheduler(UnifiedScheduler):
             case _:
                 pass
 
-    def _landed(self, entry: RoleTransfer[KVReceiver], metadata: Metadata | None, now: float) -> None:
+    def _landed(self, entry: RoleTransfer[KVReceiver], content: bytes | None, now: float) -> None:
         """Everything is here. The pages are the request's own; it may run from the next step on."""
         state = entry.state
         if state.ended:
             return  # its frontend left while the last bytes landed; `Release` frees the pages
-        if metadata is None:
+        if content is None:
             self.fail(state, Internal("the hand-off ended without metadata").info, now)
             return
-        if not 0 <= metadata.first_token < self.engine.info.vocab_size:
-            text = f"prefill's first token {metadata.first_token} is outside the vocabulary"
-            self.fail(state, MetadataMismatch(text).info, now)
-            return
-        if metadata.prompt_hash != state.prompt_hash:
-            text = "prefill computed another prompt under this room; each request needs a room of its own"
-            self.fail(state, MetadataMismatch(text, retryable=False).info, now)
+        try:
+            result = decode_result(content)
+            if not 0 <= result.first_token < self.engine.info.vocab_size:
+                raise MetadataMismatch(
+                    f"prefill's first token {result.first_token} is outside the vocabulary"
+                )
+        except SegueError as error:
+            self.fail(state, error.info, now)
             return
         state.computed = len(state.prompt)
-        state.prompt_logprobs = metadata.prompt_logprobs or []
-        state.usage = first_usage(len(state.request.prompt), state.cached, metadata.prefill_cached)
+        state.prompt_logprobs = result.prompt_logprobs or []
+        state.usage = first_usage(len(state.request.prompt), state.cached, result.prefill_cached)
         state.enter("ready", now)
         state.handed_bytes = entry.handle.nbytes
-        state.timeline |= metadata.timeline | {
+        state.timeline |= result.timeline | {
             "wire": entry.handle.wire_s,
             "commit": now - entry.handle.changed_at,
             "at_ready": now,
         }
-        self.engine.append(state.seq_id, metadata.first_token)
+        self.engine.append(state.seq_id, result.first_token)
         self.cache.remember(state, len(state.prompt))
         self.batch.add(state)
         if self.local is not None:
-            spent = sum(metadata.timeline.get(name, 0.0) for name in ("queue", "prefill"))
+            spent = sum(result.timeline.get(name, 0.0) for name in ("queue", "prefill"))
             self.local.handed_over(max(0.0, now - state.entered - spent))
-        self._emit(state, metadata.first_token, metadata.first_logprob, now)
+        self._emit(state, result.first_token, result.first_logprob, now)
 
     def _published(self, state: RequestState) -> list[int]:
         return state.pages[state.cached // self.cache.pool.page_tokens :]
@@ -213,7 +217,7 @@ class DecodeScheduler(UnifiedScheduler):
         state = entry.state
         if state.ended:  # else it is committed: the pages go on with the request
             self._give_back(entry)
-        del self.table[state.transfer]
+        del self.table[state.received_as]
         entry.handle.clear()
 
     def _give_back(self, entry: RoleTransfer[KVReceiver]) -> None:

@@ -22,22 +22,22 @@ from segue.kv import (
     Change,
     ErrorCode,
     ErrorInfo,
+    Handles,
     Internal,
     InvalidRequest,
     KVPoll,
     KVSender,
     LeaderId,
-    Metadata,
     Phase,
     Release,
+    RoomKey,
     Span,
-    TransferId,
     dp_rank_conflict,
 )
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.prefill_queue import PrefillQueue
+from segue.server.schedulers.prefill_result import PrefillResult
 from segue.server.schedulers.request_state import (
-    Handoffs,
     RequestState,
     RoleTransfer,
     check_free,
@@ -55,10 +55,10 @@ class PrefillScheduler(Scheduler):
 
     sends = True
 
-    def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handoffs) -> None:
+    def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handles) -> None:
         super().__init__(engine, pool, config)
         self.handoffs = handoffs
-        self.table: dict[TransferId, RoleTransfer[KVSender]] = {}
+        self.table: dict[RoomKey, RoleTransfer[KVSender]] = {}
         self.queue = PrefillQueue(self.cache, config.chunk_tokens)
         self.retained = RetainedPrompts()
         self._steps: list[SequenceStep] = []
@@ -77,14 +77,19 @@ class PrefillScheduler(Scheduler):
                 raise InvalidRequest("prefill alone gives one token: set max_tokens to 1")
             self.queue.add(state)
             return
-        check_free(self.table, state)
+        check_free(self.table, state.sent_as, state)
         looked_for = self._looked_for(state, named)
-        sender = self.handoffs.sender(state.transfer)
-        self.table[state.transfer] = RoleTransfer(state, sender)
+        sender = self.handoffs.expect(
+            state.sent_as,
+            len(state.prompt),
+            state.deadline - now,
+            claim=state.claim,
+            decode=state.ticket.decode,
+            attempt=state.ticket.attempt,
+            announce=named.is_open and looked_for != me.dp_rank,
+        )
+        self.table[state.sent_as] = RoleTransfer(state, sender)
         state.enter("bootstrap", now)
-        sender.init(len(state.prompt), state.deadline - now)
-        if named.is_open and looked_for != me.dp_rank:
-            sender.announce(state.deadline - now)
         if looked_for not in (None, me.dp_rank) and self.config.dp.on_conflict == FAIL_ON_CONFLICT:
             raise dp_rank_conflict(state.ticket.room, me.dp_rank, looked_for)
 
@@ -102,7 +107,7 @@ class PrefillScheduler(Scheduler):
         self.queue.remove(state)
         if error is not None and error.retryable and error.code not in _DOUBTS:
             self._keep(state, now)
-        entry = self.table.get(state.transfer)
+        entry = self.table.get(state.sent_as)
         if entry is None or entry.state is not state:
             self.cache.release(state)
             return
@@ -119,7 +124,7 @@ class PrefillScheduler(Scheduler):
         if not self.cache.reusable:
             return
         self.cache.remember(state, state.computed)
-        if state.metadata is None or state.sampling.prompt_logprobs is not None:
+        if state.result is None or state.sampling.prompt_logprobs is not None:
             return
         whole, rest = divmod(len(state.prompt), self.cache.pool.page_tokens)
         tail = None
@@ -128,7 +133,7 @@ class PrefillScheduler(Scheduler):
             tail = self.attempt("copy_out", state, now, self.engine.copy_out, pages)
             if tail is None:
                 return
-        self.retained.put(state, state.metadata, tail)
+        self.retained.put(state, state.result, tail)
 
     def _resume(self, state: RequestState, now: float) -> bool:
         """Answer `state` from what an earlier attempt computed, without a forward. False if that is gone."""
@@ -153,21 +158,20 @@ class PrefillScheduler(Scheduler):
         state.pages = match.pages + tail
         state.cached = state.computed = tokens
         state.enter("in_flight", now)
-        state.metadata = replace(
-            retained.metadata,
-            transfer=state.transfer,
+        state.result = replace(
+            retained.result,
             prefill_cached=tokens,
             computed=0,
             timeline=self._times(state) | {"at_forward_end": now},
         )
-        self._sender(state.transfer).send(Span(0, tokens), state.pages, state.metadata)
+        self._sender(state).send(Span(0, tokens), state.pages, state.result.encode())
         return True
 
     # ---- the hand-off ------------------------------------------------------------------------
 
     def on_change(self, change: Change, now: float) -> None:
         """What the protocol says of a hand-off."""
-        entry = self.table.get(change.transfer)
+        entry = self.table.get(change.key)
         if entry is None:
             return
         state = entry.state
@@ -184,15 +188,19 @@ class PrefillScheduler(Scheduler):
                 self.end(state, None, now)
             case Release():
                 self.cache.release(state)
-                del self.table[change.transfer]
+                del self.table[change.key]
                 entry.handle.clear()
             case _:
                 pass
 
-    def _sender(self, transfer: TransferId) -> KVSender:
-        entry = self.table.get(transfer)
+    def key_of(self, state: RequestState) -> RoomKey:
+        """See `Scheduler.key_of`."""
+        return state.sent_as
+
+    def _sender(self, state: RequestState) -> KVSender:
+        entry = self.table.get(state.sent_as)
         if entry is None:
-            raise Internal(f"no hand-off {transfer}")
+            raise Internal(f"no hand-off of room {state.ticket.room}")
         return entry.handle
 
     # ---- the forward -------------------------------------------------------------------------
@@ -215,7 +223,7 @@ class PrefillScheduler(Scheduler):
         for step in self._steps:
             state = self.admission.by_seq[step.seq_id]
             if 0 < step.start == state.cached and not self._alone(state):
-                self._sender(state.transfer).send(Span(0, state.cached), state.pages)
+                self._sender(state).send(Span(0, state.cached), state.pages)
         return self._steps
 
     def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
@@ -223,7 +231,7 @@ class PrefillScheduler(Scheduler):
         for seq_id in seq_ids:
             step, state = self._unsent.get(seq_id), self.admission.by_seq.get(seq_id)
             if step is not None and state is not None and not self._alone(state):
-                self._sender(state.transfer).send(step.span, state.pages, slot=state.slot, layers=layers)
+                self._sender(state).send(step.span, state.pages, slot=state.slot, layers=layers)
                 if layers is None:
                     del self._unsent[seq_id]  # not before: `complete` sends what could not leave
 
@@ -243,11 +251,11 @@ class PrefillScheduler(Scheduler):
                 if result is None or result.token is None:
                     self.fail(state, Internal("the engine returned no first token").info, now)
                     continue
-                state.metadata = self._metadata(state, result, result.token, now)
+                state.result = self._result(state, result, result.token, now)
                 if self._alone(state):
                     self._retain(state, result, result.token, now)
                     continue
-                self._sender(state.transfer).finish(state.metadata)
+                self._sender(state).finish(state.result.encode())
                 self.cache.remember(state, len(state.prompt))
         self._steps = []
 
@@ -263,13 +271,10 @@ class PrefillScheduler(Scheduler):
         state.usage = first_usage(len(state.request.prompt), 0, state.cached)
         self._emit(state, token, result.logprob, now)
 
-    def _metadata(self, state: RequestState, result: SequenceResult, token: int, now: float) -> Metadata:
+    def _result(self, state: RequestState, result: SequenceResult, token: int, now: float) -> PrefillResult:
         state.enter("in_flight", now)
-        return Metadata(
-            transfer=state.transfer,
-            prompt_tokens=len(state.prompt),
+        return PrefillResult(
             first_token=token,
-            prompt_hash=state.prompt_hash,
             first_logprob=result.logprob,
             prompt_logprobs=state.prompt_logprobs or None,
             prefill_cached=state.cached,

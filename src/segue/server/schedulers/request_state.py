@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -17,12 +17,12 @@ from segue.kv import (
     InvalidRequest,
     KVReceiver,
     KVSender,
-    Metadata,
+    RoomKey,
     Ticket,
     TokenLogprob,
-    TransferId,
 )
 from segue.server.messages.records import Path, RequestRecord
+from segue.server.schedulers.prefill_result import PrefillResult
 
 RequestKey = tuple[Incarnation, str]
 
@@ -35,7 +35,7 @@ class RequestState:
     what it has given already. `output` are the tokens generated here, of which the last one's KV is not
     in the pool yet. `pages` are all pages from token 0 on; the request owns one share of each. The KV of
     the first `computed` tokens is in them; `slot` holds the state after these tokens, if the model keeps one.
-    `metadata` is what prefill sent with its last chunk.
+    `result` is what prefill sends with its last chunk.
     """
 
     origin: Incarnation
@@ -54,7 +54,7 @@ class RequestState:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     timeline: dict[str, float] = field(default_factory=dict)
-    metadata: Metadata | None = None
+    result: PrefillResult | None = None
     phase: str = "queue"
     since: float = 0.0
     ended: bool = False
@@ -86,18 +86,23 @@ class RequestState:
         return len(self.request.output) + len(self.output)
 
     @property
-    def transfer(self) -> TransferId:
-        """The hand-off's identity (meaningless on a unified instance)."""
-        t = self.ticket
-        return TransferId(t.room, t.attempt, t.prefill, t.decode)
+    def sent_as(self) -> RoomKey:
+        """Prefill's half of the hand-off."""
+        return RoomKey(self.ticket.room)
 
     @property
-    def prompt_hash(self) -> int:
-        """64 bits over the tokens of prompt and given output, the same on every host."""
-        # The msgpack encoding of lists of integers is unique.
-        tokens = msgspec.msgpack.encode((self.request.prompt, self.request.output))
-        digest = hashlib.blake2b(tokens, digest_size=8).digest()
-        return int.from_bytes(digest, "little")
+    def received_as(self) -> RoomKey:
+        """Decode's half of the hand-off."""
+        return RoomKey(self.ticket.room, attempt=self.ticket.attempt)
+
+    @property
+    def claim(self) -> bytes:
+        """16 bytes over all that must be equal where the KV is computed and where it is used: the tokens of
+        prompt and given output, and the salt of the prefix cache. The same on every host."""
+        request = self.request
+        # The msgpack encoding of these is unique.
+        content = msgspec.msgpack.encode((request.prompt, request.output, request.cache_salt))
+        return hashlib.blake2b(content, digest_size=16).digest()
 
     def enter(self, phase: str, now: float, text: str = "") -> None:
         """Begin `phase`, of which there is `text` to say; the time spent in the last one goes into the
@@ -180,13 +185,6 @@ def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int) -> 
     )
 
 
-class Handoffs(Protocol):
-    """Makes handles: the `KVManager` in production."""
-
-    def sender(self, transfer: TransferId) -> KVSender: ...
-    def receiver(self, transfer: TransferId) -> KVReceiver: ...
-
-
 HandleT = TypeVar("HandleT", KVSender, KVReceiver)
 
 
@@ -199,9 +197,9 @@ class RoleTransfer(Generic[HandleT]):
     quarantined: bool = False
 
 
-def check_free(table: Mapping[TransferId, RoleTransfer[HandleT]], state: RequestState) -> None:
-    """Raises InvalidRequest if another request has this very room, attempt and pair."""
-    if state.transfer in table:
+def check_free(table: Mapping[RoomKey, RoleTransfer[HandleT]], key: RoomKey, state: RequestState) -> None:
+    """Raises InvalidRequest if another request has this very room."""
+    if key in table:
         raise InvalidRequest(
             f"room {state.ticket.room}, attempt {state.ticket.attempt} is in use; "
             "each request needs a room of its own",

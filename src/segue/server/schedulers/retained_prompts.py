@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from segue.engine.engine_api import HostPages
 from segue.engine.request import Request
-from segue.kv import Metadata
+from segue.server.schedulers.prefill_result import PrefillResult
 from segue.server.schedulers.request_state import RequestState
 
 MAX_ENTRIES = 256
@@ -30,7 +30,7 @@ class Retained:
     deadline, after which nobody can ask for it again."""
 
     request: Request
-    metadata: Metadata
+    result: PrefillResult
     tail: HostPages | None
     until: float
 
@@ -46,16 +46,16 @@ class RetainedPrompts:
     def __init__(self, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[tuple[int, int, int], Retained] = OrderedDict()
+        self._entries: OrderedDict[tuple[bytes, int], Retained] = OrderedDict()
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, state: RequestState, metadata: Metadata, tail: HostPages | None) -> None:
+    def put(self, state: RequestState, result: PrefillResult, tail: HostPages | None) -> None:
         """Remember what `state` had computed; what was kept under its key is replaced."""
         self._pop(_key(state))
-        retained = Retained(state.request, metadata, tail, state.deadline)
+        retained = Retained(state.request, result, tail, state.deadline)
         if retained.nbytes > self._max_bytes:
             return
         self._entries[_key(state)] = retained
@@ -79,7 +79,7 @@ class RetainedPrompts:
         for key in [key for key, retained in self._entries.items() if retained.until <= now]:
             self._pop(key)
 
-    def _pop(self, key: tuple[int, int, int]) -> Retained | None:
+    def _pop(self, key: tuple[bytes, int]) -> Retained | None:
         retained = self._entries.pop(key, None)
         if retained is not None:
             self.nbytes -= retained.nbytes
@@ -92,8 +92,8 @@ class RetainedPrompts:
         assert len(self._entries) <= self._max_entries, f"{len(self._entries)} prompts are kept"
 
 
-def _key(state: RequestState) -> tuple[int, int, int]:
-    return (state.prompt_hash, state.request.cache_salt, state.sampling.seed)
+def _key(state: RequestState) -> tuple[bytes, int]:
+    return (state.claim, state.sampling.seed)
 
 
 def _same(retained: Request, asked: Request) -> bool:

@@ -20,9 +20,9 @@ from segue.kv import (
     ErrorInfo,
     Incarnation,
     Internal,
+    RoomKey,
     SegueError,
     TokenLogprob,
-    TransferId,
 )
 from segue.server.messages.control import Load, Submit
 from segue.server.schedulers.admission import Admission, SchedulerConfig
@@ -147,10 +147,14 @@ class Scheduler(ABC):
         else:
             self.fail(state, error, now)
 
-    def broken_handoff(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
-        """As `broken`, for the request whose hand-off is `transfer`; one that has ended stays ended."""
+    def key_of(self, state: RequestState) -> RoomKey:
+        """The half of a hand-off that `state` has here."""
+        return state.received_as
+
+    def broken_handoff(self, key: RoomKey, error: ErrorInfo, now: float) -> None:
+        """As `broken`, for the request of the half `key`; one that has ended stays ended."""
         requests = self.admission.requests.values()
-        state = next((state for state in requests if state.transfer == transfer), None)
+        state = next((state for state in requests if self.key_of(state) == key), None)
         if state is not None:
             self.fail(state, error, now)
 
@@ -180,10 +184,10 @@ class Scheduler(ABC):
     def on_change(self, change: Change, now: float) -> None:
         """What the protocol says of a hand-off, unless `computes` says that it must wait."""
 
-    def computes(self, transfer: TransferId) -> bool:
-        """Whether the running forward works on the request of this hand-off: what the protocol says of it
-        (its pages are free, perhaps) is to be told after the forward."""
-        return any(state.transfer == transfer for state in self._computing.values())
+    def computes(self, key: RoomKey) -> bool:
+        """Whether the running forward works on the request of this half: what the protocol says of it (its
+        pages are free, perhaps) is told after the forward."""
+        return any(self.key_of(state) == key for state in self._computing.values())
 
     # ---- the forward -------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class UnifiedScheduler(Scheduler):
 
     def on_change(self, change: Change, now: float) -> None:
         """A unified instance has no hand-offs."""
-        raise Internal(f"a unified instance has no hand-off {change.transfer}")
+        raise Internal(f"a unified instance has no hand-off {change.key}")
 
     def plan(self, now: float) -> list[SequenceStep]:
         """Generating sequences first, then prompt chunks with what is left of the token budget."""

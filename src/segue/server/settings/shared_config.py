@@ -91,7 +91,9 @@ class LimitsConfig:
 
     def limits(self) -> Limits:
         """These bounds with those that are not settings."""
-        return Limits(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        # Log-probabilities of a prompt travel with its KV.
+        return Limits(max_metadata_bytes=32 * 2**20, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

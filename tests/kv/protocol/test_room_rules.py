@@ -1,0 +1,1052 @@
+"""The eleven rules of rooms: prefill opens one before it knows decode, and a destination binds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from room_bench import (
+    CLAIM,
+    ME,
+    ONE,
+    PAGES,
+    PLAN,
+    PROMPT,
+    ROOM,
+    THREE,
+    TWO,
+    Bench,
+    destination,
+    refusal,
+    refused,
+    said,
+    transfer,
+    words,
+)
+
+from segue.kv.errors import (
+    AbortedByClient,
+    DpRankConflict,
+    ErrorCode,
+    InvalidRequest,
+    OutOfCapacity,
+    TransferFailed,
+)
+from segue.kv.ids import OPEN_RANK, KVPoll, LeaderId, Role, RoomKey, Span, TransferId
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.machine import IllegalEvent
+from segue.kv.protocol.messages import (
+    Abort,
+    Accepted,
+    ChunkPosted,
+    Committed,
+    Declined,
+    Destination,
+    Failed,
+    Gone,
+    HandoffMessage,
+    Metadata,
+    Moved,
+)
+from segue.kv.protocol.room_ranks import (
+    FAIL_ON_CONFLICT,
+    FOLLOW_BOOTSTRAP_ROOM,
+    DpRanks,
+    PrefillInstance,
+)
+
+LEFT = AbortedByClient("the client left").info
+BROKE = TransferFailed("it broke").info
+
+
+def bound(**options: Any) -> Bench:
+    """A room that attempt 0 of `ONE` has bound."""
+    b = Bench(limits=options.pop("limits", None))
+    b.expect(**options)
+    assert words(b.hear(destination())) == ["Accepted"]
+    return b
+
+
+def writing(**options: Any) -> Bench:
+    """The same, with the whole prompt on its way."""
+    b = bound(**options)
+    b.send()
+    assert b.writes
+    return b
+
+
+def all_sent(**options: Any) -> Bench:
+    """Everything has landed and was announced: decode may have committed."""
+    b = writing(**options)
+    b.finish()
+    b.land()
+    return b
+
+
+# ---- 1: the handle -----------------------------------------------------------------------------
+
+
+def test_rule_1_a_room_for_which_nobody_came_ends_at_its_deadline() -> None:
+    b = Bench()
+    b.expect(budget_s=30.0)
+    b.send()
+    b.finish()
+    assert b.at(29.9) == []
+    b.at(30.0)
+    assert (b.phase(), b.error().code) == (KVPoll.FAILED, ErrorCode.BOOTSTRAP_TIMEOUT)
+    assert b.releases == {ROOM: 1}
+    assert [phase.phase for phase in b.phases[ROOM]] == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
+
+
+def test_rule_1_what_the_engine_gave_before_decode_came_is_replayed_in_order() -> None:
+    b = Bench()
+    b.expect()
+    assert b.send(0, 4) == b.send(4, 8, layers=1) == b.finish(b"mine") == []
+    effects = b.hear(destination())
+    assert words(effects) == ["Accepted", "Metadata"]
+    writes = [effect for effect in effects if isinstance(effect, events.PostWrite)]
+    assert [len(write.blocks) > 0 for write in writes] == [True, True]
+    b.send(4, 8)
+    b.send(8, PROMPT)
+    chunks = [message for message in said(b.land()) if isinstance(message, ChunkPosted)]
+    assert [(chunk.span, chunk.final) for chunk in chunks] == [
+        (Span(0, 4), False),
+        (Span(4, 8), False),
+        (Span(8, PROMPT), True),
+    ]
+    b.hear(Committed(transfer()))
+    assert [phase.phase for phase in b.phases[ROOM]] == [
+        KVPoll.BOOTSTRAPPING,
+        KVPoll.WAITING_FOR_INPUT,
+        KVPoll.TRANSFERRING,
+        KVPoll.SUCCESS,
+    ]
+    assert b.releases == {ROOM: 1}
+
+
+def test_rule_1_a_room_that_was_placed_is_bound_by_its_decode_leader_alone() -> None:
+    b = Bench()
+    b.expect(decode=TWO)
+    assert refused(b.hear(destination())) == (ErrorCode.PEER_REFUSED, False)
+    assert words(b.hear(destination(decode=TWO)), TWO) == ["Accepted"]
+
+
+# ---- 2: the claim ------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], ErrorCode]] = {
+    "claim": ({"claim": b"another"}, ErrorCode.METADATA_MISMATCH),
+    "no claim": ({"claim": b""}, ErrorCode.METADATA_MISMATCH),
+    "a longer claim": ({"claim": CLAIM + b"!"}, ErrorCode.METADATA_MISMATCH),
+    "token count": ({"prompt_tokens": PROMPT - 1}, ErrorCode.TRANSFER_FAILED),
+    "plan": ({"plan_hash": 1}, ErrorCode.LAYOUT_MISMATCH),
+    "pages": ({"pages": [1, 1, 2]}, ErrorCode.LAYOUT_MISMATCH),
+    "transport": ({"transport": "another"}, ErrorCode.TRANSFER_FAILED),
+    "epoch": ({"epoch": 0}, ErrorCode.TRANSFER_FAILED),
+}
+
+
+@pytest.mark.parametrize("parked", [True, False], ids=["before expect", "after it"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_rule_2_a_bad_first_claimant_leaves_the_room_open(wrong: str, parked: bool) -> None:
+    changes, code = WRONG[wrong]
+    b = Bench()
+    message = destination(decode=TWO, **changes)
+    if parked:
+        assert b.hear(message) == []
+        effects = b.expect()
+    else:
+        b.expect()
+        effects = b.hear(message)
+    assert refused(effects, TWO)[0] is code
+    assert not b.writes
+    assert (b.phase(), b.exchange.sizes()["rooms"], b.exchange.sizes()["transfers"]) == (
+        KVPoll.BOOTSTRAPPING,
+        1,
+        0,
+    )
+    b.send()
+    assert refused(b.hear(destination(decode=TWO)), TWO)[0] is code, "that attempt is over"
+    assert words(b.hear(destination())) == ["Accepted"]
+
+
+def test_rule_2_an_epoch_that_is_in_use_is_refused_and_leaves_both_rooms_as_they_are() -> None:
+    b, other = bound(), RoomKey(8)
+    b.expect(other)
+    assert "two hand-offs" in refusal(b.hear(destination(room=other, epoch=destination().epoch))).text
+    assert (b.phase(), b.phase(other)) == (KVPoll.WAITING_FOR_INPUT, KVPoll.BOOTSTRAPPING)
+    assert words(b.hear(destination(1, room=other))) == ["Accepted"]
+
+
+def test_rule_2_where_no_claim_is_known_the_empty_one_must_be_empty_on_both_sides() -> None:
+    b = Bench()
+    b.expect(claim=b"")
+    assert refused(b.hear(destination(decode=TWO)), TWO)[0] is ErrorCode.METADATA_MISMATCH
+    assert words(b.hear(destination(claim=b""))) == ["Accepted"]
+
+
+def test_rule_2_a_claim_has_at_most_64_bytes_on_both_sides() -> None:
+    b = Bench()
+    with pytest.raises(InvalidRequest, match="at most 64 bytes, not 65"):
+        b.expect(claim=b"x" * 65)
+    b.expect(claim=b"x" * 64)
+    decode = Exchange(Role.DECODE, ONE, "decode", Limits(), "fake")
+    opening = {"key": ROOM, "prefill": ME, "prompt_tokens": 1, "deadline": 9.0}
+    with pytest.raises(InvalidRequest, match="at most 64 bytes, not 65"):
+        decode.handle(events.OpenReceiver(**opening, claim=b"x" * 65), 0.0)
+
+
+# ---- 3: attempts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [bound, writing, all_sent])
+def test_rule_3_while_one_binding_lives_another_decode_is_refused_and_may_try_again(
+    make: Callable[..., Bench],
+) -> None:
+    b = make()
+    before = b.phase()
+    assert refused(b.hear(destination(1, TWO)), TWO) == (ErrorCode.TRANSFER_FAILED, True)
+    assert refused(b.hear(destination(1, ONE)), ONE) == (ErrorCode.TRANSFER_FAILED, True), "by number alone"
+    assert b.phase() is before
+    assert b.exchange.sizes()["early"] == 0
+
+
+def test_rule_3_of_two_that_wait_the_valid_one_binds_and_the_other_is_refused() -> None:
+    b = Bench()
+    assert b.hear(destination(0, TWO, claim=b"another")) == []
+    assert b.hear(destination(1, ONE)) == b.hear(destination(2, THREE)) == []
+    effects = b.expect()
+    assert refused(effects, TWO) == (ErrorCode.METADATA_MISMATCH, False)
+    assert words(effects, ONE) == ["Accepted"]
+    assert refused(effects, THREE) == (ErrorCode.TRANSFER_FAILED, True)
+    assert b.exchange.sizes()["early"] == 0
+
+
+def test_rule_3_a_doubled_destination_changes_nothing_parked_waiting_or_bound() -> None:
+    b = Bench()
+    assert b.hear(destination()) == b.hear(destination()) == []
+    assert b.exchange.sizes()["early"] == 1
+    b.expect()
+    assert b.hear(destination()) == b.hear(destination(pages=[7, 8, 9])) == []
+    waits = destination(1, TWO, replaces=0)
+    assert b.hear(waits) == b.hear(waits) == []
+    assert b.exchange.sizes()["early"] == 1
+    assert b.exchange.counters["repeats"] == 4
+
+
+def test_rule_3_after_one_has_failed_the_next_one_binds() -> None:
+    b = writing(retain_s=30.0)
+    b.hear(Failed(transfer(), BROKE))
+    assert not b.phase().terminal
+    effects = b.hear(destination(1, TWO))
+    assert words(effects, TWO) == ["Accepted"]
+    assert [write.transfer for write in b.writes] == [transfer(), transfer(1, TWO)]
+    b.fence(transfer())
+    b.land()
+    b.finish()
+    b.hear(Committed(transfer(1, TWO)))
+    b.end(LEFT)
+    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, TWO)
+
+
+@pytest.mark.parametrize("replaces", [None, 1, 2])
+def test_rule_3_a_replacement_is_said_of_the_live_attempt_and_not_inferred_from_a_number(
+    replaces: int | None,
+) -> None:
+    b = writing(retain_s=30.0)
+    assert refused(b.hear(destination(5, ONE, replaces=replaces))) == (ErrorCode.TRANSFER_FAILED, True)
+    assert b.phase() is KVPoll.TRANSFERRING
+    assert not b.fences
+
+
+@pytest.mark.parametrize("retain_s", [0.0, 30.0])
+def test_rule_3_the_same_decode_leader_replaces_its_own_attempt_while_writes_run(retain_s: float) -> None:
+    b = writing(retain_s=retain_s)
+    effects = b.hear(destination(1, ONE, replaces=0))
+    assert words(effects) == ["Failed", "Accepted"] or words(effects) == ["Accepted", "Failed"]
+    assert {write.transfer.attempt for write in b.writes} == {0, 1}
+    b.finish()
+    assert words(b.fence(transfer())) == ["Drained"], "only now"
+    b.land()
+    b.hear(Committed(transfer(1)))
+    b.end(LEFT)
+    assert b.phase() is KVPoll.SUCCESS
+    assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize("allowed_first", [True, False])
+@pytest.mark.parametrize("placed", [ONE, None])
+def test_rule_3_another_decode_leader_replaces_by_the_placer_s_word(
+    allowed_first: bool, placed: LeaderId | None
+) -> None:
+    b = writing(decode=placed)
+    steps: list[Callable[[], list[events.Effect]]] = [
+        lambda: b.tell(events.AllowReplacement(ROOM, 0, 1, TWO)),
+        lambda: b.hear(destination(1, TWO, replaces=0)),
+    ]
+    first, second = steps if allowed_first else reversed(steps)
+    assert first() == []
+    assert b.phase() is KVPoll.TRANSFERRING
+    effects = second()
+    assert words(effects, ONE) == ["Failed"]
+    assert words(effects, TWO) == ["Accepted"]
+    b.fence(transfer())
+    b.land()
+    b.finish()
+    b.hear(Committed(transfer(1, TWO)))
+    assert b.phase() is KVPoll.SUCCESS
+
+
+@pytest.mark.parametrize(
+    "permit",
+    [
+        events.AllowReplacement(ROOM, 0, 2, TWO),
+        events.AllowReplacement(ROOM, 1, 1, TWO),
+        events.AllowReplacement(ROOM, 0, 1, THREE),
+    ],
+    ids=["another attempt", "another one replaced", "another leader"],
+)
+def test_rule_3_the_placer_s_word_counts_for_what_it_names_alone(permit: events.AllowReplacement) -> None:
+    b = writing()
+    assert b.hear(destination(1, TWO, replaces=0)) == []
+    assert b.tell(permit) == []
+    assert b.phase() is KVPoll.TRANSFERRING
+    assert refused(b.at(60.0), TWO)[0] is ErrorCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_rule_3_a_replacement_that_fails_a_check_ends_nothing(wrong: str) -> None:
+    changes, code = WRONG[wrong]
+    b = writing(retain_s=30.0)
+    assert refused(b.hear(destination(1, ONE, replaces=0, **changes)))[0] is code
+    assert b.phase() is KVPoll.TRANSFERRING
+    assert not b.fences
+    b.hear(destination(2, ONE, replaces=0))
+    assert b.fences, "nor does it stand in the way of a better one"
+
+
+def test_rule_3_one_destination_at_a_time_may_wait_to_replace() -> None:
+    b = writing()
+    assert b.hear(destination(1, TWO, replaces=0)) == []
+    assert refused(b.hear(destination(2, THREE, replaces=0)), THREE) == (ErrorCode.TRANSFER_FAILED, True)
+
+
+def test_rule_3_generations_and_ordinals_are_rooms_of_their_own() -> None:
+    rooms = [RoomKey(7, generation, ordinal) for generation in (0, 1) for ordinal in (0, 1)]
+    b = Bench()
+    for room in rooms:
+        b.expect(room)
+    for room in reversed(rooms):  # the order of arrival says nothing
+        effects = b.hear(destination(room=room))
+        assert [e.key for e in effects if isinstance(e, events.Phase)] == [room]
+    b.send(room=rooms[2])
+    assert [write.transfer for write in b.writes] == [transfer(room=rooms[2])]
+    b.end(LEFT, rooms[3])
+    assert [b.phase(room) for room in rooms] == [
+        KVPoll.WAITING_FOR_INPUT,
+        KVPoll.WAITING_FOR_INPUT,
+        KVPoll.TRANSFERRING,
+        KVPoll.FAILED,
+    ]
+    with pytest.raises(InvalidRequest, match="a room of its own"):
+        b.expect(rooms[3])
+    assert len({room.registered for room in rooms}) == 2, "one number for each generation"
+
+
+# ---- 4: in doubt -------------------------------------------------------------------------------
+
+
+def doubted(**options: Any) -> Bench:
+    """`TWO` waits to replace an attempt that may have committed; `ONE` is asked."""
+    b = all_sent(**options)
+    b.tell(events.AllowReplacement(ROOM, 0, 1, TWO))
+    effects = b.hear(destination(1, TWO, replaces=0))
+    assert (words(effects, ONE), words(effects, TWO)) == (["Failed"], [])
+    assert not b.phase().terminal
+    return b
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["asked", "asked again on a new session"])
+@pytest.mark.parametrize("retain_s", [0.0, 30.0])
+def test_rule_4_committed_wins_and_the_other_one_gets_gone(retain_s: float, lost: bool) -> None:
+    b = doubted(retain_s=retain_s)
+    if lost:
+        b.down(ONE)
+        assert words(b.up(ONE)) == ["Failed"]
+    effects = b.hear(Committed(transfer()))
+    assert refused(effects, TWO) == (ErrorCode.TRANSFER_FAILED, True)
+    assert words(effects, ONE) == []
+    b.end(LEFT)
+    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, ONE)
+    b.fence()
+    assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["asked", "asked again on a new session"])
+@pytest.mark.parametrize("answer", [Abort, Gone, lambda t: Failed(t, BROKE)], ids=["Abort", "Gone", "Failed"])
+def test_rule_4_an_answer_that_it_has_not_committed_lets_the_other_one_bind(
+    answer: Callable[[TransferId], HandoffMessage], lost: bool
+) -> None:
+    b = doubted()
+    if lost:
+        b.down(ONE)
+        b.up(ONE)
+    effects = b.hear(answer(transfer()))
+    assert words(effects, TWO)[:1] == ["Accepted"]
+    assert words(effects, TWO)[1:] == ["Metadata"]
+    assert [write.transfer for write in b.writes] == [transfer(1, TWO)]
+    b.fence()
+    assert b.hear(Committed(transfer())) == [], "too late"
+    b.land()
+    b.hear(Committed(transfer(1, TWO)))
+    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, TWO)
+    assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize("lost_before", [False, True])
+def test_rule_4_a_lost_session_is_no_answer_and_a_proven_death_is(lost_before: bool) -> None:
+    b = doubted()
+    if lost_before:
+        assert words(b.down(ONE), TWO) == []
+        assert not b.phase().terminal
+    assert words(b.down(ONE, dead=True), TWO) == ["Accepted", "Metadata"]
+    assert not b.phase().terminal
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_rule_4_the_deadline_ends_the_wait(lost: bool) -> None:
+    b = doubted(budget_s=40.0)
+    if lost:
+        b.down(ONE)
+        b.fence()
+    effects = b.at(40.0)
+    assert refused(effects, TWO)[0] in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.BOOTSTRAP_TIMEOUT)
+    assert b.phase() is KVPoll.FAILED
+    b.fence()
+    assert b.releases == {ROOM: 1}
+
+
+def test_rule_4_the_waiting_destination_s_own_deadline_leaves_the_first_attempt_alone() -> None:
+    b = all_sent(retain_s=30.0)
+    b.tell(events.AllowReplacement(ROOM, 0, 1, TWO))
+    b.hear(destination(1, TWO, replaces=0, budget_s=5.0))
+    assert refused(b.at(5.0), TWO) == (ErrorCode.DEADLINE_EXCEEDED, False)
+    b.hear(Committed(transfer()))
+    b.end(LEFT)
+    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, ONE)
+
+
+def test_rule_4_what_is_not_sent_whole_cannot_have_committed_and_is_not_asked() -> None:
+    b = writing(retain_s=30.0)
+    b.land()  # the metadata is missing
+    effects = b.hear(destination(1, ONE, replaces=0))
+    assert "Accepted" in words(effects)
+
+
+# ---- 5: what proves that nothing is written ------------------------------------------------------
+
+
+def test_rule_5_what_still_drains_is_never_said_to_be_gone() -> None:
+    b = writing()
+    b.end(LEFT)
+    for message in (Abort(transfer()), Failed(transfer(), BROKE), destination(), Gone(transfer())):
+        assert "Gone" not in words(b.hear(message))
+    assert words(b.fence()) == ["Drained"]
+    assert refusal(b.hear(destination())).code is ErrorCode.ABORTED_BY_CLIENT
+    assert words(b.hear(Abort(transfer()))) == ["Gone"]
+
+
+def test_rule_5_a_hand_off_that_was_said_to_be_gone_never_binds() -> None:
+    """Its tombstone came before the answer: the bench sees each write after `Gone`."""
+    b = bound(retain_s=30.0)
+    b.hear(destination(1, TWO))
+    b.hear(Failed(transfer(), BROKE))
+    b.send()
+    assert refused(b.hear(destination(1, TWO)), TWO) == (ErrorCode.TRANSFER_FAILED, True)
+    assert words(b.hear(destination(2, TWO)), TWO) == ["Accepted"]
+
+
+def test_rule_5_a_rank_that_has_said_moved_never_binds_that_hand_off() -> None:
+    b = Bench(dp=DpRanks(size=4))
+    b.hear(destination(inferred=True))
+    assert words(b.tell(events.RoomFound(ROOM, LeaderId(ME.incarnation, 3)))) == ["Moved"]
+    b.expect()
+    b.send()
+    assert refused(b.hear(destination()))[0] is ErrorCode.DP_RANK_CONFLICT
+    assert words(b.hear(destination(1))) == ["Accepted"], "another attempt was told nothing"
+
+
+def test_rule_5_moved_is_not_said_once_the_room_is_bound() -> None:
+    b = Bench(dp=DpRanks(size=4))
+    b.hear(destination(inferred=True))
+    b.expect()
+    assert b.tell(events.RoomFound(ROOM, LeaderId(ME.incarnation, 3))) == []
+    assert b.phase() is KVPoll.WAITING_FOR_INPUT
+
+
+# ---- 6: tombstones -----------------------------------------------------------------------------
+
+
+def ended(how: str) -> Bench:
+    b = all_sent() if how == "committed" else bound()
+    if how == "committed":
+        b.hear(Committed(transfer()))
+    else:
+        b.end(LEFT)
+    return b
+
+
+@pytest.mark.parametrize("how", ["committed", "aborted"])
+def test_rule_6_a_late_destination_of_a_closed_room_gets_failed_and_gone_and_makes_nothing(how: str) -> None:
+    b = ended(how)
+    error = refusal(b.hear(destination(1, TWO)), TWO)
+    assert error.code is (ErrorCode.INVALID_REQUEST if how == "committed" else ErrorCode.ABORTED_BY_CLIENT)
+    assert refusal(b.hear(destination(2, ONE, replaces=0, inferred=True))).code is error.code
+    sizes = b.exchange.sizes()
+    assert (sizes["early"], sizes["rooms"], sizes["transfers"]) == (0, 0, 0)
+    assert b.hear(Declined(transfer(3, TWO), LEFT, CLAIM)) == []
+
+
+@pytest.mark.parametrize("how", ["committed", "aborted"])
+def test_rule_6_a_closed_room_is_not_expected_again_until_it_is_forgotten(how: str) -> None:
+    b = ended(how)
+    b.at(59.9)
+    with pytest.raises(InvalidRequest, match="a room of its own"):
+        b.expect()
+    b.at(10 * b.exchange._local.limits.request_budget_s)
+    assert b.exchange.sizes()["ended"] == 0
+    b.phases.clear()
+    b.expect()
+
+
+def test_rule_6_closed_rooms_are_bounded_and_the_oldest_is_forgotten_first() -> None:
+    b = Bench(limits=Limits(max_transfers=3))
+    rooms = [RoomKey(number) for number in range(1, 6)]
+    for room in rooms:
+        b.expect(room)
+        b.end(LEFT, room)
+    assert b.exchange.sizes()["ended"] == 3
+    with pytest.raises(InvalidRequest):
+        b.expect(rooms[2])
+    b.phases.clear()
+    b.expect(rooms[0])
+
+
+def test_rule_6_a_room_whose_pages_are_not_proven_free_is_remembered_beyond_its_deadline() -> None:
+    b = writing()
+    b.end(LEFT)
+    b.at(10_000.0)
+    assert b.exchange.quarantined_pages() == len(PAGES)
+    with pytest.raises(InvalidRequest):
+        b.expect()
+    b.fence()
+    assert b.releases == {ROOM: 1}
+
+
+# ---- 7: parking --------------------------------------------------------------------------------
+
+
+def test_rule_7_parking_is_bounded_in_count() -> None:
+    b = Bench(limits=Limits(max_early_destinations=4, early_share=1.0))
+    for number in range(1, 5):
+        assert b.hear(destination(room=RoomKey(number))) == []
+    assert refused(b.hear(destination(decode=TWO, room=RoomKey(5))), TWO) == (ErrorCode.OUT_OF_CAPACITY, True)
+    b.expect(RoomKey(2))
+    assert b.hear(destination(decode=TWO, room=RoomKey(6))) == [], "one has found its room"
+    assert b.exchange.sizes()["early"] == 4
+
+
+def test_rule_7_parking_is_bounded_in_pages() -> None:
+    b = Bench(limits=Limits(max_early_pages=7, early_share=1.0))
+    for number in (1, 2):
+        assert b.hear(destination(room=RoomKey(number))) == []
+    assert refused(b.hear(destination(decode=TWO, room=RoomKey(3))), TWO) == (ErrorCode.OUT_OF_CAPACITY, True)
+    assert b.hear(destination(decode=TWO, room=RoomKey(4), prefix=8)) == [], "one page is left"
+    b.hear(Abort(transfer(room=RoomKey(1))))
+    assert b.hear(destination(decode=TWO, room=RoomKey(5))) == []
+
+
+def test_rule_7_one_decode_leader_has_a_share_and_leaves_the_rest_to_others() -> None:
+    b = Bench(limits=Limits(max_early_destinations=8, early_share=0.25))
+    for number in (1, 2):
+        assert b.hear(destination(room=RoomKey(number))) == []
+    for number in range(3, 100):
+        assert refused(b.hear(destination(room=RoomKey(number)))) == (ErrorCode.OUT_OF_CAPACITY, True)
+    for number, peer in enumerate((TWO, TWO, THREE, THREE), start=200):
+        assert b.hear(destination(decode=peer, room=RoomKey(number))) == []
+    assert b.exchange.counters["early_refused"] == 97
+
+
+def test_rule_7_one_decode_leader_has_a_share_of_the_pages_and_at_least_one_destination() -> None:
+    b = Bench(limits=Limits(max_early_pages=16, early_share=0.25))
+    assert b.hear(destination(room=RoomKey(1))) == []
+    assert refused(b.hear(destination(room=RoomKey(2)))) == (ErrorCode.OUT_OF_CAPACITY, True)
+    assert b.hear(destination(room=RoomKey(3), prefix=8)) == [], "four pages in all"
+    b = Bench(limits=Limits(max_early_pages=8, early_share=0.25))
+    assert b.hear(destination(room=RoomKey(1))) == [], "a long prompt is one, however long"
+
+
+def test_rule_7_a_parked_destination_that_expires_is_told_bootstrap_timeout() -> None:
+    """So is the first word to a prefill that has restarted at the same address and knows no request."""
+    b = Bench()
+    b.hear(destination(budget_s=5.0))
+    assert b.exchange.next_deadline() == 5.0
+    error = refusal(b.at(5.0))
+    assert (error.code, error.room, error.origin) == (ErrorCode.BOOTSTRAP_TIMEOUT, ROOM.room, "prefill here")
+    assert b.exchange.sizes()["early"] == 0
+    b.expect()
+    assert words(b.hear(destination())) == ["Failed", "Gone"], "that attempt is over"
+    assert words(b.hear(destination(1))) == ["Accepted"], "and the room is not"
+
+
+@pytest.mark.parametrize("word", [Abort, lambda t: Failed(t, BROKE), Committed, Gone])
+def test_rule_7_words_of_what_is_unknown_make_no_room(word: Callable[[TransferId], HandoffMessage]) -> None:
+    b = Bench()
+    b.hear(word(transfer()))
+    assert b.exchange._rooms.rooms == {}
+    b.expect()
+    assert words(b.hear(destination(1, TWO)), TWO) == ["Accepted"], "another decode is not concerned"
+
+
+def test_rule_7_early_words_are_bounded_and_leave_destinations_their_place() -> None:
+    b = Bench(limits=Limits(max_early_destinations=4))
+    for number in range(1, 100):
+        assert b.hear(Declined(transfer(room=RoomKey(number)), LEFT, CLAIM)) == []
+    assert b.exchange.sizes()["ended"] == 4
+    assert b.hear(destination(decode=TWO, room=RoomKey(200))) == []
+
+
+# ---- 8: the registry -----------------------------------------------------------------------------
+
+
+def asked(effects: list[events.Effect]) -> list[events.Effect]:
+    return [e for e in effects if isinstance(e, events.AskRoom | events.RegisterRoom | events.RoomSettled)]
+
+
+def test_rule_8_the_fast_path_makes_no_registry_call() -> None:
+    b = Bench()
+    effects = b.hear(destination())
+    effects += b.expect()
+    effects += b.send() + b.finish() + b.land()
+    effects += b.hear(Committed(transfer()))
+    assert b.phase() is KVPoll.SUCCESS
+    assert asked(effects) == []
+
+
+def test_rule_8_a_room_is_announced_once_for_as_long_as_it_may_be_open() -> None:
+    b = Bench()
+    b.now = 5.0
+    assert asked(b.expect(budget_s=20.0, announce=True, retain_s=9.0)) == [events.RegisterRoom(ROOM, 20.0)]
+    effects = b.hear(destination()) + b.hear(Failed(transfer(), BROKE)) + b.hear(destination(1, TWO))
+    assert asked(effects) == []
+    assert asked(b.end(LEFT)) == [], "another rank of ours may be asked about the room that has failed"
+
+
+def test_rule_8_a_room_that_another_rank_has_registered_fails_with_its_reason_on_both_sides() -> None:
+    b = Bench()
+    b.expect(decode=ONE, announce=True)
+    conflict = DpRankConflict("DP rank 1 has this room").info
+    effects = b.tell(events.RoomUnknown(ROOM, conflict))
+    assert (b.error().code, b.error().text) == (ErrorCode.DP_RANK_CONFLICT, conflict.text)
+    assert refusal(effects).code is ErrorCode.DP_RANK_CONFLICT
+
+
+def test_rule_8_the_registry_is_asked_once_for_all_that_wait() -> None:
+    b = Bench(dp=DpRanks(size=4))
+    assert asked(b.hear(destination(inferred=True, budget_s=9.0))) == [events.AskRoom(ROOM, 9.0)]
+    assert asked(b.hear(destination(inferred=True))) == []
+    assert asked(b.hear(destination(1, TWO, inferred=True))) == []
+    effects = b.tell(events.RoomFound(ROOM, LeaderId(ME.incarnation, 2)))
+    assert (words(effects, ONE), words(effects, TWO)) == (["Moved"], ["Moved"])
+
+
+def test_rule_8_no_answer_leaves_the_destination_waiting_for_its_own_deadline() -> None:
+    b = Bench(dp=DpRanks(size=4))
+    b.hear(destination(inferred=True))
+    assert b.tell(events.RoomUnknown(ROOM, BROKE)) == []
+    assert words(b.expect()) == ["Accepted"]
+
+
+class Decode:
+    """A decode leader, `ONE`, with a receiver whose DP rank of prefill is not known."""
+
+    def __init__(self) -> None:
+        self.exchange = Exchange(Role.DECODE, ONE, "decode there", Limits(), "fake")
+        self.ranks = [LeaderId(ME.incarnation, rank) for rank in range(4)]
+        for rank in self.ranks:
+            self.tell(events.PeerUp(rank, PLAN))
+        dp = DpRanks(size=4, load_balance=FOLLOW_BOOTSTRAP_ROOM)
+        instance = PrefillInstance(dp, frozenset(range(4)))
+        self.tell(events.PrefillInstances({ME.incarnation: instance}))
+
+    def tell(self, event: events.Event) -> list[events.Effect]:
+        effects = self.exchange.handle(event, 0.0)
+        for effect in list(effects):
+            if isinstance(effect, events.Grant):
+                effects += self.tell(events.Granted(effect.transfer, effect.rank))
+        self.exchange.check_integrity()
+        return effects
+
+    def receive(self) -> list[events.Effect]:
+        """Room 7 follows to DP rank 3."""
+        opening = events.OpenReceiver(
+            key=ROOM,
+            prefill=LeaderId(ME.incarnation, OPEN_RANK),
+            prompt_tokens=PROMPT,
+            deadline=60.0,
+            claim=CLAIM,
+        )
+        return self.tell(opening) + self.tell(events.Publish(ROOM, PAGES, 0))
+
+    def to(self, rank: int) -> TransferId:
+        return TransferId(ROOM.room, 0, self.ranks[rank], ONE)
+
+    def hear(self, rank: int, message: HandoffMessage) -> list[events.Effect]:
+        return self.tell(events.Received(self.ranks[rank], message))
+
+    def fence(self, effects: list[events.Effect]) -> list[events.Effect]:
+        found = []
+        for fence in [effect for effect in effects if isinstance(effect, events.Fence)]:
+            found += self.tell(events.FenceDone(fence.transfer, fence.rank, fence.partner, False))
+        return found
+
+
+def test_rule_8_decode_follows_one_redirect_with_the_same_pages_after_its_own_fence() -> None:
+    d = Decode()
+    [first] = said(d.receive(), d.ranks[3])
+    assert isinstance(first, Destination)
+    assert first.inferred
+    moving = d.hear(3, Moved(d.to(3), 1))
+    assert words(moving, d.ranks[1]) == [], "its own ranks have still granted the first epoch"
+    assert not [e for e in moving if isinstance(e, events.Phase | events.Release)], "the engine hears nothing"
+    d.fence(moving)
+    [second] = said(d.hear(3, Gone(d.to(3))), d.ranks[1])
+    assert isinstance(second, Destination)
+    assert (second.transfer, second.pages, second.inferred) == (d.to(1), first.pages, False)
+    assert second.epoch != first.epoch
+    again = d.hear(1, Moved(d.to(1), 2))
+    [failed] = [e for e in again if isinstance(e, events.Phase)]
+    assert failed.error is not None
+    assert failed.error.code is ErrorCode.DP_RANK_CONFLICT, "at most one redirect for each request"
+    d.fence(again)
+    assert events.Release(ROOM) in d.hear(1, Gone(d.to(1)))
+
+
+def test_rule_8_by_the_policy_fail_both_halves_and_the_rank_that_opened_the_room_hear_it() -> None:
+    b = Bench(dp=DpRanks(size=4, on_conflict=FAIL_ON_CONFLICT))
+    b.hear(destination(inferred=True))
+    [moved] = said(b.tell(events.RoomFound(ROOM, LeaderId(ME.incarnation, 1))))
+    assert isinstance(moved, Moved)
+    assert moved.error is not None
+    assert moved.error.code is ErrorCode.DP_RANK_CONFLICT
+    assert "--dp-rank-conflict redirect" in moved.error.text
+    d = Decode()
+    d.receive()
+    effects = d.hear(3, Moved(d.to(3), 1, moved.error))
+    assert [e.error for e in effects if isinstance(e, events.Phase)] == [moved.error]
+    [declined] = said(effects, d.ranks[1])
+    assert isinstance(declined, Declined)
+    assert (declined.transfer, declined.error) == (d.to(1), moved.error)
+    # The rank that has opened the room hears that, and ends it for the same reason.
+    b = Bench()
+    b.expect(decode=ONE)
+    heard = Declined(transfer(), declined.error, declined.claim)
+    b.hear(heard)
+    assert b.error() == moved.error
+    assert b.releases == {ROOM: 1}
+
+
+# ---- 9: retention ------------------------------------------------------------------------------
+
+
+def test_rule_9_without_retention_the_room_ends_at_its_commit() -> None:
+    b = all_sent()
+    effects = b.hear(Committed(transfer()))
+    assert b.phase() is KVPoll.SUCCESS
+    assert b.releases == {ROOM: 1}
+    assert words(effects) == []
+
+
+def test_rule_9_a_room_that_was_placed_for_one_decode_ends_with_its_failed_binding() -> None:
+    b = writing(decode=ONE)
+    b.hear(Failed(transfer(), BROKE))
+    assert b.error() == BROKE
+    assert b.releases == {}, "the writes are in flight"
+    b.fence()
+    assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize("prefix", [0, 3, 4, 9, PROMPT])
+def test_rule_9_a_retained_room_is_replayed_to_a_second_binding_less_its_prefix(prefix: int) -> None:
+    b = all_sent(retain_s=30.0)
+    b.hear(Committed(transfer()))
+    assert not b.phase().terminal
+    assert b.releases == {}
+    b.now = 20.0
+    effects = b.hear(destination(1, TWO, prefix=prefix))
+    assert words(effects, TWO)[0] == "Accepted"
+    assert [m.content for m in said(effects, TWO) if isinstance(m, Metadata)] == [b"7"]
+    nbytes = sum(block.nbytes for write in b.writes for block in write.blocks)
+    assert nbytes == (PROMPT - prefix) * 32
+    b.land()
+    b.hear(Committed(transfer(1, TWO)))
+    assert b.at(29.9) == []
+    b.at(30.0)
+    assert (b.phase(), b.releases[ROOM]) == (KVPoll.SUCCESS, 1), "it counts from the first success"
+
+
+def test_rule_9_a_second_binding_is_given_all_spans_partial_layers_and_the_newest_pages() -> None:
+    b = Bench()
+    b.expect(retain_s=30.0)
+    b.send(0, 4, pages=(4,))
+    b.hear(destination())
+    b.send(4, 8, pages=(4, 5))
+    b.send(8, PROMPT, layers=1, pages=(14, 15, 16))
+    b.hear(Failed(transfer(), BROKE))
+    b.fence()
+    effects = b.hear(destination(1, TWO))
+    posts = [effect for effect in effects if isinstance(effect, events.PostWrite)]
+    sources = {at % (24 * 32) // 32 for post in posts for block in post.blocks for at, _, _ in block.ranges()}
+    assert (len(posts), sources) == (3, {14, 15, 16}), "they are read from the newest pages"
+    b.send(8, PROMPT, pages=(14, 15, 16))
+    chunks = [m for m in said(b.land(), TWO) if isinstance(m, ChunkPosted)]
+    assert [(m.span.start, m.span.end, m.final) for m in chunks] == [
+        (0, 4, False),
+        (4, 8, False),
+        (8, 10, True),
+    ]
+    assert words(b.finish(), TWO) == ["Metadata"]
+
+
+def test_rule_9_retention_counts_from_the_success_and_not_beyond_the_deadline() -> None:
+    b = all_sent(retain_s=100.0, budget_s=60.0)
+    b.now = 10.0
+    b.hear(Committed(transfer()))
+    assert b.at(59.9) == []
+    b.at(60.0)
+    assert b.phase() is KVPoll.SUCCESS
+    assert refused(b.hear(destination(1, TWO)), TWO)[0] is ErrorCode.INVALID_REQUEST
+
+
+def test_rule_9_closing_a_retained_room_reports_the_success_it_had() -> None:
+    b = all_sent(retain_s=30.0)
+    b.hear(Committed(transfer()))
+    b.hear(destination(1, TWO))
+    b.end(LEFT)
+    assert (b.phase(), b.phases[ROOM][-1].peer, b.phases[ROOM][-1].nbytes) == (
+        KVPoll.SUCCESS,
+        ONE,
+        PROMPT * 32,
+    )
+    assert b.releases == {}, "the second binding's writes are in flight"
+    b.fence()
+    assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "evicted"), [(lambda: Bench(), True), (bound, False), (writing, False), (all_sent, False)]
+)
+def test_rule_9_only_a_room_that_nobody_has_bound_is_evicted(
+    make: Callable[[], Bench], evicted: bool
+) -> None:
+    b = make()
+    if evicted:
+        b.expect()
+        b.send()
+    full = OutOfCapacity("the pool is full").info
+    effects = b.end(full, unbound=True)
+    assert b.phase().terminal is evicted
+    if evicted:
+        assert b.releases == {ROOM: 1}
+        assert refused(b.hear(destination())) == (ErrorCode.OUT_OF_CAPACITY, True), "a later claim"
+    else:
+        assert effects == []
+
+
+def test_rule_9_three_unfinished_bindings_end_the_room() -> None:
+    b = Bench(limits=Limits(max_bindings=3))
+    b.expect(retain_s=30.0)
+    for attempt in range(3):
+        assert not b.phase().terminal
+        assert words(b.hear(destination(attempt))) == ["Accepted"]
+        b.hear(Failed(transfer(attempt), BROKE))
+    assert b.error() == BROKE
+    assert refusal(b.hear(destination(3, TWO)), TWO).text == BROKE.text
+
+
+def test_rule_9_what_is_not_to_be_trusted_is_given_to_nobody_else() -> None:
+    for code in (ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH):
+        b = writing(retain_s=30.0)
+        b.hear(Failed(transfer(), msgspec.structs.replace(BROKE, code=code)))
+        assert b.phase() is KVPoll.FAILED
+
+
+def test_rule_9_rooms_are_bounded_and_one_more_is_retryable() -> None:
+    b = Bench(limits=Limits(max_transfers=2))
+    for number in (1, 2):
+        b.expect(RoomKey(number), retain_s=9.0)
+    with pytest.raises(OutOfCapacity) as caught:
+        b.expect(RoomKey(3))
+    assert caught.value.info.retryable
+    b.end(LEFT, RoomKey(1))
+    b.expect(RoomKey(3))
+
+
+# ---- 10: a stuck binding -------------------------------------------------------------------------
+
+
+def test_rule_10_the_engine_hears_the_outcome_at_once_and_unproven_pages_stay_counted() -> None:
+    b = writing()
+    b.end(LEFT)
+    assert b.error().code is LEFT.code
+    assert (b.exchange.quarantined_pages(), b.exchange.sizes()["quarantined"]) == (len(PAGES), 1)
+    assert b.releases == {}
+    b.at(100_000.0)
+    assert b.releases == {}, "no time is a proof"
+    b.fence()
+    assert (b.releases, b.exchange.quarantined_pages()) == ({ROOM: 1}, 0)
+
+
+def test_rule_10_a_stuck_attempt_holds_the_pages_and_not_the_room() -> None:
+    b = writing(retain_s=30.0)
+    b.hear(Failed(transfer(), BROKE))
+    b.hear(destination(1, TWO))
+    b.finish()
+    b.land(transfer(1, TWO))
+    b.hear(Committed(transfer(1, TWO)))
+    b.end(LEFT)
+    assert b.phase() is KVPoll.SUCCESS
+    assert b.releases == {}
+    b.fence()
+    assert b.releases == {ROOM: 1}
+
+
+# ---- 11: declined ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("retain_s", [0.0, 30.0])
+def test_rule_11_the_placed_decode_declines_its_room(retain_s: float, early: bool) -> None:
+    b = Bench()
+    word = Declined(transfer(), LEFT, CLAIM)
+    if early:
+        b.hear(word)
+        b.expect(decode=ONE, retain_s=retain_s)
+    else:
+        b.expect(decode=ONE, retain_s=retain_s)
+        b.hear(word)
+    assert b.error() == LEFT
+    assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("word", "placed"),
+    [
+        (Declined(transfer(decode=TWO), LEFT, CLAIM), ONE),
+        (Declined(transfer(), LEFT, b"another"), ONE),
+        (Declined(transfer(), LEFT), ONE),
+        (Declined(transfer(), LEFT, b"another"), None),
+    ],
+    ids=["another leader", "another claim", "no claim", "another claim, nobody placed"],
+)
+def test_rule_11_nobody_else_declines_it(word: Declined, placed: LeaderId | None, early: bool) -> None:
+    b = Bench()
+    if early:
+        b.hear(word)
+        b.expect(decode=placed)
+    else:
+        b.expect(decode=placed)
+        b.hear(word)
+    assert b.phase() is KVPoll.BOOTSTRAPPING
+    assert words(b.hear(destination(1))) == ["Accepted"]
+
+
+def test_rule_11_a_wrong_early_word_does_not_hide_the_right_one() -> None:
+    b = Bench(limits=Limits(max_bindings=1))
+    b.hear(Declined(transfer(), LEFT, b"another"))
+    b.hear(Declined(transfer(), LEFT, CLAIM))
+    b.expect(decode=ONE)
+    assert b.error() == LEFT
+
+
+@pytest.mark.parametrize("make", [bound, writing, all_sent])
+def test_rule_11_while_a_binding_lives_it_is_not_obeyed(make: Callable[..., Bench]) -> None:
+    b = make(decode=ONE)
+    before = b.phase()
+    assert b.hear(Declined(transfer(1), LEFT, CLAIM)) == []
+    assert b.phase() is before
+
+
+def test_rule_11_a_receiver_that_ends_before_it_published_declines_with_its_claim() -> None:
+    d = Decode()
+    opening = events.OpenReceiver(
+        key=ROOM, prefill=d.ranks[0], prompt_tokens=PROMPT, deadline=60.0, claim=CLAIM
+    )
+    d.tell(opening)
+    effects = d.tell(events.EndRoom(ROOM, LEFT))
+    [declined] = said(effects, d.ranks[0])
+    assert isinstance(declined, Declined)
+    assert (declined.transfer, declined.claim) == (d.to(0), CLAIM)
+    assert declined.error.code is ErrorCode.ABORTED_BY_CLIENT
+    told = d.tell(events.DeclineRoom(RoomKey(9), d.ranks[1], LEFT, CLAIM))
+    assert said(told, d.ranks[1]) == [Declined(TransferId(9, 0, d.ranks[1], ONE), LEFT, CLAIM)]
+
+
+# ---- words of the engine -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["unknown", "parked"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.SendChunk(ROOM, Span(0, 4), PAGES),
+        events.SendMetadata(ROOM, b""),
+        events.AllowReplacement(ROOM, 0, 1, TWO),
+    ],
+)
+def test_an_engine_that_speaks_of_a_room_that_it_never_opened_is_wrong(state: str, event: Any) -> None:
+    b = Bench()
+    if state == "parked":
+        b.hear(destination())
+    with pytest.raises(IllegalEvent, match="is not open here"):
+        b.tell(event)
+    assert b.end(LEFT) == [], "an end of nothing is none"
+
+
+def test_a_rank_has_its_own_rooms_and_the_effects_of_both_levels_follow_each_other_at_once() -> None:
+    """A caller that carries out effects in order never sees a hand-off's end without its room's."""
+    b = writing()
+    effects = b.end(LEFT)
+    kinds = [type(effect) for effect in effects]
+    at = kinds.index(events.HandoffPhase)
+    assert kinds[at + 1] is events.Phase
+    effects = b.fence()
+    kinds = [type(effect) for effect in effects]
+    assert kinds[kinds.index(events.HandoffReleased) + 1] is events.Release
+
+
+def test_accepted_is_said_to_the_one_that_binds_and_before_anything_of_the_replay() -> None:
+    b = Bench()
+    b.expect()
+    b.send()
+    b.finish()
+    [first, *rest] = [
+        e for e in b.hear(destination()) if not isinstance(e, events.Phase | events.HandoffPhase)
+    ]
+    assert first == events.Send(ONE, Accepted(transfer()))
+    assert rest
+
+
+def test_a_destination_that_a_bug_lost_is_refused_and_the_room_waits_on() -> None:
+    """The caller of the exchange says so; without an answer both halves would wait for their deadline."""
+    b = Bench()
+    b.expect()
+    effects = b.tell(events.AbortTransfer(transfer(), BROKE))
+    assert [type(e.message) for e in effects if isinstance(e, events.Send)] == [Failed, Gone]
+    assert b.tell(events.AbortTransfer(transfer(), BROKE)) == [], "once"
+    b.hear(destination(1, TWO))
+    assert b.phases[ROOM][-1].phase is KVPoll.WAITING_FOR_INPUT
