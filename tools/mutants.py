@@ -4,8 +4,9 @@
     .venv/bin/python tools/mutants.py [--seeds N] [--only NAME …] [--jobs N] [--json FILE]
 
 Each takes effect over several nodes and in time: proofs, leases, incarnations, losses, several leaders.
-Unit tests judge what a single node shows, with sabotages that `sabotage.py` derives. Each sabotage is applied to a temporary copy
-of `src`; the working tree is never touched. The simulator runs seeds until one breaks an invariant. Exit
+Unit tests judge what a single node shows, with sabotages that `sabotage.py` derives. Each sabotage is applied
+to a temporary copy of `src`; the working tree is never touched. The simulator runs seeds until one breaks an
+invariant. Exit
 status 1 if a sabotage survives, or if the unchanged code does not pass the same seeds.
 """
 
@@ -130,7 +131,7 @@ MUTANTS = (
         "a link is keyed without its DP rank",
         "kv/protocol/exchange.py",
         "            self._links.get(peer),\n",
-        "            next((x for who, x in self._links.items() if who.incarnation == peer.incarnation), None),\n",
+        "            next((x for w, x in self._links.items() if w.incarnation == peer.incarnation), None),\n",
         "any session with the incarnation will do",
     ),
     Mutant(
