@@ -410,8 +410,10 @@ def test_rule_4_an_answer_that_it_has_not_committed_lets_the_other_one_bind(
 def test_rule_4_a_lost_session_is_no_answer_and_a_proven_death_is(lost_before: bool) -> None:
     b = doubted()
     if lost_before:
-        assert words(b.down(ONE), TWO) == []
-        assert not b.phase().terminal
+        for _ in range(2):  # with its binding, and after that
+            assert words(b.down(ONE), TWO) == []
+            assert not b.phase().terminal
+            assert words(b.up(ONE)) == ["Failed"]
     assert words(b.down(ONE, dead=True), TWO) == ["Accepted", "Metadata"]
     assert not b.phase().terminal
 
