@@ -251,19 +251,30 @@ def test_invariant_19_every_single_lost_message_fails_nobody_who_had_finished() 
             assert r.phases[-1] is KVPoll.SUCCESS, "prefill may only succeed after decode did"
 
 
-def test_lesson_21_samples_that_share_a_room_are_refused_and_an_ordinal_or_a_generation_is_another_room() -> (
-    None
-):
+def test_lesson_21_samples_that_share_a_room_are_refused_and_an_attempt_is_another_transfer() -> None:
     w = World()
     s, r = pair(w)
+    retry = msgspec.structs.replace(s.transfer, attempt=1)
     for node, event in (
         (w.prefill, expect(s.transfer, PROMPT, 60.0)),
         (w.decode, receive(s.transfer, PROMPT, 60.0)),
-        # Prefill keeps one room for all attempts: another attempt binds it, and is no second request.
-        (w.prefill, expect(msgspec.structs.replace(s.transfer, attempt=1), PROMPT, 60.0)),
+        # Prefill keeps one room for all attempts: another attempt is no second request.
+        (w.prefill, expect(retry, PROMPT, 60.0)),
     ):
         with pytest.raises(InvalidRequest, match="a room of its own"):
             node.exchange.handle(event, w.now)
+    again = w.open_receiver(retry, PROMPT)
+    assert again is not None
+    assert again.phases[-1] is KVPoll.WAITING_FOR_INPUT, "decode numbers them"
+    w.work()
+    assert {job.phases[-1] for job in (s, r)} == {KVPoll.SUCCESS}
+    assert again.phases[-1] is KVPoll.FAILED, "and only one may have the room"
+    w.come_to_rest()
+
+
+def test_an_ordinal_or_a_generation_is_another_room() -> None:
+    w = World()
+    s, r = pair(w)
     others = [
         msgspec.structs.replace(s.transfer, ordinal=1),
         msgspec.structs.replace(s.transfer, generation=1),
