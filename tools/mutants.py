@@ -6,8 +6,7 @@
 Each takes effect over several nodes and in time: proofs, leases, incarnations, losses, several leaders.
 Unit tests judge what a single node shows, with sabotages that `sabotage.py` derives. Each sabotage is applied
 to a temporary copy of `src`; the working tree is never touched. The simulator runs seeds until one breaks an
-invariant. Exit
-status 1 if a sabotage survives, or if the unchanged code does not pass the same seeds.
+invariant. Exit status 1 if a sabotage survives, or if the unchanged code does not pass the same seeds.
 """
 
 from __future__ import annotations
