@@ -261,7 +261,8 @@ class Running:
         return self.clients.enter_context(made)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.door.metrics.registry.get_sample_value(name, labels) or 0.0
+        """Read on the server's loop: a client may have its answer before the same turn has counted it."""
+        return self.on_loop(lambda: self.door.metrics.registry.get_sample_value(name, labels)) or 0.0
 
     def on_loop(self, work: Callable[[], Any]) -> Any:
         async def call() -> Any:

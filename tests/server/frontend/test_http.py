@@ -1,9 +1,9 @@
 """The door as clients see it: shapes, statuses, streams."""
 
+import asyncio
 import json
 import socket
 import struct
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -482,9 +482,7 @@ def test_a_client_that_leaves_ends_the_work(door: Running, backend: FakeBackend,
     assert backend.ended.wait(DEADLINE_S)
     assert [r for r, _ in backend.cancelled] == [backend.requests[0].request_id]
     assert backend.cancelled[0][1].code is ErrorCode.ABORTED_BY_CLIENT
-    deadline = time.monotonic() + DEADLINE_S
-    while door.on_loop(lambda: door.door.calls) and time.monotonic() < deadline:
-        pass
+    asyncio.run_coroutine_threadsafe(door.door.idle(), door.loop).result(DEADLINE_S)
     outcome = {"endpoint": "chat", "outcome": "ABORTED_BY_CLIENT"}
     assert door.metric("segue_requests_total", **outcome) == 1
     assert door.metric("segue_aborts_total", reason="client") == 1

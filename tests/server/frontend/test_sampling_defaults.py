@@ -17,6 +17,7 @@ from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
 from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults, of_model
 from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.settings.shared_config import AnswersConfig
 
 MODEL = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
 BODIES: dict[str, dict[str, Any]] = {
@@ -63,33 +64,37 @@ def test_what_a_client_names_wins(
     assert said(backend.requests[-1].sampling) == expected
 
 
-@pytest.mark.parametrize("model_defaults", [True, False])
+@pytest.mark.parametrize(
+    ("whose", "wanted"), [("model", SamplingDefaults(0.6, 0.9, 20, 0.0, 1.1)), ("openai", OPENAI)]
+)
 def test_a_frontend_reads_them_beside_its_tokenizer(
-    model_folder: Path, tmp_path: Path, model_defaults: bool
+    model_folder: Path, tmp_path: Path, whose: str, wanted: SamplingDefaults
 ) -> None:
     folder = written(Path(shutil.copytree(model_folder, tmp_path / "model")), MODEL)
+    answers = AnswersConfig(sampling_defaults=whose)
 
     async def main() -> SamplingParams:
         registry, stop = FakeRegistry(), asyncio.Event()
         ready: asyncio.Queue[str] = asyncio.Queue()
-        frontend = asyncio.create_task(
-            frontend_of(folder, registry, stop, on_ready=ready.put_nowait, model_defaults=model_defaults)
-        )
-        async with asyncio.timeout(120):
-            prefill, decode = Leader(Role.PREFILL), Leader(Role.DECODE)
-            for leader in (prefill, decode):
-                registry.put(await leader.start())
-            url = await ready.get()
-            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-                path = "/v1/chat/completions"
-                assert (await http.post(path, json=BODIES[path])).status_code == 200
-            stop.set()
-            await frontend
+        prefill, decode = Leader(Role.PREFILL), Leader(Role.DECODE)
+        try:
+            # A task group: if the frontend fails, the test fails at once and with the frontend's exception.
+            async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+                tasks.create_task(
+                    frontend_of(folder, registry, stop, on_ready=ready.put_nowait, answers=answers)
+                )
+                for leader in (prefill, decode):
+                    registry.put(await leader.start())
+                url = await ready.get()
+                async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+                    path = "/v1/chat/completions"
+                    assert (await http.post(path, json=BODIES[path])).status_code == 200
+                stop.set()
+        finally:
             for leader in (prefill, decode):
                 await leader.node.close()
         return decode.submits[-1].request.sampling
 
-    wanted = SamplingDefaults(0.6, 0.9, 20, 0.0, 1.1) if model_defaults else OPENAI
     assert said(asyncio.run(main())) == wanted
 
 
