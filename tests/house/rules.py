@@ -55,7 +55,8 @@ SIDE_MAY_IMPORT = {
     "lab.advise": {"kv"},
     "lab.bench": {"kv.base", "kv.layout", "kv.transport"},
     "lab.sim": set(FLOORS) - {"cli"},
-    "integrations": {"kv"},
+    "integrations": set[str](),
+    "integrations.vllm": {"kv"},
 }
 SIDE_MAY_BE_IMPORTED_BY = {
     "lab": set[str](),
@@ -63,9 +64,11 @@ SIDE_MAY_BE_IMPORTED_BY = {
     "lab.bench": {"cli"},
     "lab.sim": {"cli"},
     "integrations": {"cli"},
+    "integrations.vllm": set[str](),
 }
 
 PURE = {
+    "integrations.vllm",
     "kv.base",
     "kv.layout",
     "kv.protocol",

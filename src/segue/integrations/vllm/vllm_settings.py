@@ -1,0 +1,150 @@
+"""`kv_connector_extra_config`, and the vLLM configurations that the connector refuses at the start. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from segue.kv import ChecksumMode, ConfigError, Role
+
+_LOOPBACK_NAMES = {"localhost", "localhost.localdomain"}
+
+
+class LoadFailurePolicy(enum.StrEnum):
+    """vLLM's `kv_load_failure_policy`: a request whose KV did not come is computed here, or ends."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `kv_connector_extra_config`."""
+
+    #: kinds of transport to offer; empty: all that work here
+    transport: list[str] = []
+    kv_checksum: ChecksumMode = ChecksumMode.FULL
+    #: a file with the deployment's secret; without it only loopback is contacted
+    secret_file: str = ""
+    #: where sessions and KV are served, and what peers are told
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+    transport_port: int = 0
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    #: seconds that prefill waits for decode, and decode for the KV
+    room_s: float = 60.0
+    #: seconds that prefill keeps the KV after decode has it. Above 0, another decode can have it if one fails
+    retain_s: float = 0.1
+    #: CPUs of the connector's threads; empty: all of the process's parent
+    cpus: list[int] = []
+    #: the port of `GET /query` on prefill; 0: none
+    query_port: int = 0
+    #: names, addresses and networks (CIDR) of prefill hosts that decode may contact without a signature
+    peers: list[str] = []
+
+    def __post_init__(self) -> None:
+        if not 0 < self.room_s <= 3600:
+            raise ValueError(f"room_s must be above 0 and at most 3600 seconds, not {self.room_s}")
+        if not 0 <= self.retain_s <= 3600:
+            raise ValueError(f"retain_s must be in 0 … 3600 seconds, not {self.retain_s}")
+        for name in ("port", "transport_port", "query_port"):
+            if not 0 <= getattr(self, name) < 2**16:
+                raise ValueError(f"{name} must be in 0 … 65535, not {getattr(self, name)}")
+        for peer in self.peers:
+            if "/" in peer:
+                ipaddress.ip_network(peer)
+
+
+def parse_settings(extra: Mapping[str, object] | None) -> ConnectorSettings:
+    """The settings in `kv_connector_extra_config`. Raises ConfigError that names a wrong or unknown key."""
+    found = dict(extra or {})
+    known = ConnectorSettings.__struct_fields__
+    for key in found:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
+            near = f" (did you mean {close[0]}?)" if close else f"; the keys are {', '.join(known)}"
+            raise ConfigError(f"kv_connector_extra_config has no key {str(key)[:100]!r}{near}")
+    try:
+        return msgspec.convert(found, ConnectorSettings)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the connector must know of vLLM's configuration to start: `kv_role`, the KV cache's dtype, the
+    number of KV cache groups and of pipeline stages, the draft model's method, and whether weights may be
+    replaced at run time."""
+
+    kv_role: str
+    kv_dtype: str = "auto"
+    kv_cache_groups: int = 1
+    pipeline_stages: int = 1
+    draft_method: str = ""
+    weight_updates: bool = False
+
+
+def check_engine(facts: EngineFacts) -> Role:
+    """The role of a vLLM engine. Raises ConfigError for a configuration whose KV the connector cannot hand
+    over whole."""
+    if facts.kv_role == "kv_both":
+        raise ConfigError(
+            "kv_role kv_both is not supported: start one vLLM with kv_producer and another with kv_consumer"
+        )
+    if facts.kv_role not in ("kv_producer", "kv_consumer"):
+        raise ConfigError(f"kv_role must be kv_producer or kv_consumer, not {facts.kv_role!r}")
+    refused = [
+        (
+            facts.kv_dtype.startswith("fp8"),
+            f"--kv-cache-dtype {facts.kv_dtype}: its scales are not in the KV",
+        ),
+        (facts.kv_cache_groups != 1, f"{facts.kv_cache_groups} KV cache groups (hybrid models)"),
+        (facts.pipeline_stages != 1, f"--pipeline-parallel-size {facts.pipeline_stages}"),
+        ("eagle" in facts.draft_method or "mtp" in facts.draft_method, f"draft method {facts.draft_method}"),
+        (facts.weight_updates, "weight updates at run time"),
+    ]
+    for wrong, what in refused:
+        if wrong:
+            raise ConfigError(f"the segue connector does not support {what}; start vLLM without it")
+    return Role.PREFILL if facts.kv_role == "kv_producer" else Role.DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPolicy:
+    """Decides which prefill hosts decode contacts. With a `secret`: a host whose signature was verified, or
+    one in `peers`; without a secret: loopback alone."""
+
+    secret: bytes = b""
+    peers: tuple[str, ...] = ()
+
+    def allows(self, host: str, signed: bool) -> bool:
+        """True if `host` may be contacted; `signed`: the params that name it have a valid signature."""
+        if not self.secret:
+            return _is_loopback(host)
+        return signed or any(_matches(host, peer) for peer in self.peers)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return address.is_loopback if address is not None else host.lower() in _LOOPBACK_NAMES
+
+
+def _matches(host: str, peer: str) -> bool:
+    address = _address(host)
+    if "/" in peer:
+        return address is not None and address in ipaddress.ip_network(peer)
+    return host.lower() == peer.lower() if address is None else address == _address(peer)

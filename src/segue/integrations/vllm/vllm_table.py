@@ -1,0 +1,224 @@
+"""The scheduler side of the connector, as far as both roles share it: a table without I/O, clock or threads.
+
+vLLM's calls go in as plain values. Orders for the worker come out of `take_orders`; the worker's reports go
+into `results`. The connector calls, all on the scheduler's thread:
+
+| vLLM | the table |
+|---|---|
+| `on_new_request` | `new_request` |
+| `get_num_new_matched_tokens` | `matched` |
+| `update_state_after_alloc` | `allocated` |
+| `build_connector_meta` | `step`, then `take_orders` |
+| `update_connector_output` | `results`, whose sets replace those of vLLM's output |
+| `request_finished` | `finished` |
+| `has_pending_push_work` | `has_work` |
+
+Two rules keep EngineCore alive. A block that an order names is pinned until the worker proves its release, so
+that vLLM may free a request's blocks at any time. An id reaches vLLM once, and only while vLLM waits for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from segue.integrations.vllm.vllm_claim import EngineRequest, ModelFacts
+from segue.integrations.vllm.vllm_orders import BlocksReleased, HandoffEnded, Order, Report
+from segue.integrations.vllm.vllm_pins import BlockPins, BlockPool
+from segue.integrations.vllm.vllm_settings import ConnectorSettings
+from segue.kv import ErrorInfo, Internal
+
+#: Warnings that wait for `take_warnings`, and subjects about which one was given already.
+_MAX_WARNINGS = 100
+
+
+class RequestEnd(enum.StrEnum):
+    """How a vLLM request ended: its finish reason."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """One request in one step. `computed` tokens have their KV already, `scheduled` more are computed in this
+    step. `blocks` are all blocks of the request if `replaces` (it is new, or resumed), else those added."""
+
+    request_id: str
+    computed: int
+    scheduled: int
+    blocks: Sequence[int]
+    replaces: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PassedIds:
+    """The request ids that vLLM may hear of; `failed_recving` is a part of those it waits for."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+class SchedulerTable(ABC):
+    """What the scheduler side of one vLLM engine knows of its hand-offs.
+
+    `model` is what all prompts' KV depends on, `pool` vLLM's block pool with blocks of `block_size` tokens,
+    `secret` signs and verifies `kv_transfer_params`. No method raises for anything that a client or a worker
+    says, and none blocks.
+    """
+
+    def __init__(
+        self,
+        model: ModelFacts,
+        pool: BlockPool,
+        block_size: int,
+        settings: ConnectorSettings,
+        secret: bytes = b"",
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.settings = settings
+        self.secret = secret
+        self.pins = BlockPins(pool)
+        #: hand-offs that ended, by error code; `OK` for those that succeeded
+        self.outcomes: Counter[str] = Counter()
+        self._orders: list[Order] = []
+        self._numbers = itertools.count(1)
+        #: request of each hand-off whose release is not proven
+        self._open: dict[int, str] = {}
+        self._ended: set[int] = set()
+        self._warnings: deque[str] = deque(maxlen=_MAX_WARNINGS)
+        self._warned: dict[str, None] = {}
+
+    # ---- vLLM's calls ------------------------------------------------------------------------
+
+    @abstractmethod
+    def new_request(self, request: EngineRequest) -> None:
+        """A request arrived; nothing is allocated."""
+
+    @abstractmethod
+    def matched(self, request_id: str, computed: int) -> tuple[int, bool]:
+        """The tokens after the first `computed` ones that come from a peer, and whether they come while
+        other requests run. Changes nothing."""
+
+    @abstractmethod
+    def allocated(self, request_id: str, blocks: Sequence[int], external: int) -> None:
+        """vLLM allocated all `blocks` of the request; `external` of its tokens come from a peer."""
+
+    @abstractmethod
+    def step(self, scheduled: Iterable[ScheduledChunk], preempted: Iterable[str] = ()) -> None:
+        """vLLM scheduled a step; the blocks of `preempted` requests are free already."""
+
+    @abstractmethod
+    def finished(
+        self, request_id: str, blocks: Sequence[int], computed: int, end: RequestEnd
+    ) -> tuple[bool, dict[str, object] | None]:
+        """The request ended with `computed` tokens in `blocks`. Returns what vLLM's `request_finished` does:
+        whether vLLM must keep the blocks (never: pins do), and the client's `kv_transfer_params`."""
+
+    def results(
+        self,
+        reports: Iterable[Report],
+        finished_sending: Iterable[str] = (),
+        finished_recving: Iterable[str] = (),
+        failed_recving: Iterable[str] = (),
+    ) -> PassedIds:
+        """What the worker reported with one step, and the ids in vLLM's output of that step. Returns the ids
+        to leave in the output: vLLM asserts that it waits for each."""
+        for report in reports:
+            if report.handoff not in self._open:
+                self.warn(f"the worker reports {report} of a hand-off that is not open")
+                continue
+            if isinstance(report, HandoffEnded):
+                self._end(report.handoff, report.error)
+            elif isinstance(report, BlocksReleased):
+                # Without an end before it, the KV cannot be relied on.
+                self._end(report.handoff, Internal("the worker released a hand-off that had no end").info)
+                del self._open[report.handoff]
+                self._ended.remove(report.handoff)
+                self.pins.release(report.handoff)
+        passed = self._pass(finished_recving, failed_recving)
+        for name, ids, kept in (
+            ("finished_sending", finished_sending, passed.finished_sending),
+            ("finished_recving", finished_recving, passed.finished_recving),
+        ):
+            if dropped := set(ids) - kept:
+                self.warn(f"the worker names {sorted(dropped)[:5]} in {name}; vLLM does not wait for them")
+        return passed
+
+    def has_work(self) -> bool:
+        """True while orders or reports are outstanding: vLLM must go on stepping, because they travel in
+        steps."""
+        return bool(self._orders or self._open)
+
+    # ---- the connector's calls ---------------------------------------------------------------
+
+    def take_orders(self) -> list[Order]:
+        """The orders since the last call, for the worker, in the order in which it carries them out."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def take_warnings(self) -> list[str]:
+        """Sentences for the log since the last call."""
+        warnings = list(self._warnings)
+        self._warnings.clear()
+        return warnings
+
+    def sizes(self) -> dict[str, int]:
+        """The number of entries of every table, for leak checks: all 0 at rest."""
+        return {
+            "orders": len(self._orders),
+            "open": len(self._open),
+            "ended": len(self._ended),
+            "pinned": self.pins.blocks(),
+        }
+
+    def warn(self, text: str, subject: str = "") -> None:
+        """Keep a sentence for the log; for one `subject` only the first one."""
+        if subject:
+            if subject in self._warned or len(self._warned) >= _MAX_WARNINGS:
+                return
+            self._warned[subject] = None
+        self._warnings.append(text)
+
+    # ---- for the two roles -------------------------------------------------------------------
+
+    def order(self, order: Order) -> None:
+        """Queue an order for the next step."""
+        self._orders.append(order)
+
+    def open_handoff(self, request_id: str) -> int:
+        """The number of a new hand-off of this request."""
+        handoff = next(self._numbers)
+        self._open[handoff] = request_id
+        return handoff
+
+    def is_over(self, handoff: int) -> bool:
+        """The hand-off has ended, whether or not its blocks are released."""
+        return handoff not in self._open or handoff in self._ended
+
+    def block_count(self, tokens: int) -> int:
+        """The number of blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def _end(self, handoff: int, error: ErrorInfo | None) -> None:
+        if handoff in self._ended:
+            return
+        self._ended.add(handoff)
+        self.outcomes["OK" if error is None else error.code.value] += 1
+        if error is not None:
+            self.warn(f"hand-off of {self._open[handoff]} failed: {error.code.value}: {error.text}")
+        self._on_ended(handoff, self._open[handoff], error)
+
+    @abstractmethod
+    def _on_ended(self, handoff: int, request_id: str, error: ErrorInfo | None) -> None: ...
+
+    @abstractmethod
+    def _pass(self, finished: Iterable[str], failed: Iterable[str]) -> PassedIds: ...
