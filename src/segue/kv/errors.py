@@ -52,10 +52,10 @@ class ErrorCode(enum.StrEnum):
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The record of one failure, equal on both sides of a hand-off.
 
-    `code` is the reason, `text` a sentence of at most `MAX_ERROR_TEXT` characters, `phase` the phase of the
-    hand-off in which it failed, `room` the request. `retryable`: a new attempt can succeed. `origin` names
-    the instance and rank at which the failure began (`prefill 3fa94c01 dp0`), `peer` the other side,
-    `elapsed_s` the time since the request entered `origin`, in seconds.
+    `code` is the reason, `text` a sentence, `phase` the phase of the hand-off in which it failed, `room` the
+    request. `retryable`: a new attempt can succeed. `origin` names the instance and rank at which the failure
+    began (`prefill 3fa94c01 dp0`), `peer` the other side, `elapsed_s` the time since the request entered
+    `origin`, in seconds. All four texts are cut after `MAX_ERROR_TEXT` characters.
     """
 
     code: ErrorCode
@@ -66,6 +66,12 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     room: int = 0
     retryable: bool = False
     elapsed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        # Also of what a peer says: records are kept, shown and said again.
+        for field in ("text", "phase", "origin", "peer"):
+            if len(value := getattr(self, field)) > MAX_ERROR_TEXT:
+                msgspec.structs.force_setattr(self, field, value[:MAX_ERROR_TEXT])
 
     def exception(self) -> SegueError:
         """The exception of this record's class, carrying this record unchanged."""
@@ -100,7 +106,7 @@ class SegueError(Exception):
         super().__init__(text)
         self.info = ErrorInfo(
             code=self.code,
-            text=text[:MAX_ERROR_TEXT],
+            text=text,
             phase=phase,
             origin=origin,
             peer=peer,

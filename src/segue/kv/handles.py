@@ -121,8 +121,8 @@ class KVSender(_Handle):
         self.abort()
 
     def evict(self, error: ErrorInfo) -> None:
-        """End the room with `error` unless it is bound: nobody was shown its pages, so an engine that lacks
-        memory may take them back. They are free at `Release`."""
+        """End the room with `error` unless somebody has bound it: nobody was shown its pages, so an engine
+        that lacks memory may take them back. They are free at `Release`."""
         self._owner.post(events.EndRoom(self.key, error, unbound=True))
 
     def allow(self, replaced: int, by: int, decode: LeaderId) -> None:

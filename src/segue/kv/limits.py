@@ -15,7 +15,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     request_budget_s: float = 600.0
     #: open hand-offs of one manager; one more fails with OUT_OF_CAPACITY
     max_transfers: int = 4096
-    #: destinations from decode that prefill keeps until its own half of the hand-off begins
+    #: destinations from decode, and words that there will be none, that prefill keeps until its own half of
+    #: the hand-off begins; and destinations that wait to replace another one
     max_early_destinations: int = 1024
     #: page ids in these destinations
     max_early_pages: int = 2**20

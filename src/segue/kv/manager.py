@@ -204,10 +204,10 @@ class KVManager(Handles):
         """One event and all that follows from it. A bug on the way ends the hand-off that it is about, and
         costs no other one an effect or its deadline: nothing is raised."""
         now = self.clock.now()
-        effects: list[events.Effect] = []
         try:
             effects = self._decide(event, now)
         except Exception as exc:
+            effects = self.exchange.decided
             self._undecided(event, typed(exc, f"handling {type(event).__name__}"))
         for effect in effects:
             try:
@@ -224,6 +224,8 @@ class KVManager(Handles):
         try:
             return self.exchange.handle(event, now)
         except SegueError as error:
+            if self.exchange.decided:
+                raise  # no refusal: it came in the middle
             return self._refused(event, error, now)
 
     def _undecided(self, event: events.Event, error: SegueError) -> None:

@@ -21,6 +21,8 @@ from segue.kv.protocol.events import (
 )
 from segue.kv.session.tasks import background
 
+Answer = RoomFound | RoomUnknown
+
 
 class RoomRegistry(Protocol):
     """The part of a registry that knows whose a room is. `room` is `RoomKey.registered`."""
@@ -38,7 +40,7 @@ class RoomQueries:
     """One question or registration per room, each a task. `deliver` gives an answer to the protocol, which
     may be in the middle of a turn; `registry` is None until there is one."""
 
-    def __init__(self, me: LeaderId, io: Io, deliver: Callable[[RoomFound | RoomUnknown], None]) -> None:
+    def __init__(self, me: LeaderId, io: Io, deliver: Callable[[Answer], None]) -> None:
         self.registry: RoomRegistry | None = None
         self._me = me
         self._io = io
@@ -53,15 +55,16 @@ class RoomQueries:
         """Begin or give up one question or registration."""
         match effect:
             case AskRoom():
-                self._start(effect.key, self._ask(effect))
+                answers: list[Answer] = []
+                self._start(effect.key, self._ask(effect, answers), answers)
             case RegisterRoom():
-                self._start(effect.key, self._register(effect))
+                self._start(effect.key, self._register(effect), [])
             case RoomSettled():
                 self._stop(effect.key)
 
-    async def _ask(self, effect: AskRoom) -> None:
+    async def _ask(self, effect: AskRoom, answers: list[Answer]) -> None:
         leader = await self._known_registry().resolve_room(effect.key.registered, effect.timeout_s)
-        self._later(RoomFound(effect.key, leader))
+        answers.append(RoomFound(effect.key, leader))
 
     async def _register(self, effect: RegisterRoom) -> None:
         await self._known_registry().register_room(effect.key.registered, self._me, effect.ttl_s)
@@ -71,23 +74,23 @@ class RoomQueries:
             raise BootstrapUnreachable("this leader has no registry that knows which DP rank has a room")
         return self.registry
 
-    def _later(self, event: RoomFound | RoomUnknown) -> None:
-        self._io.loop.call_soon(self._deliver, event)
-
-    def _start(self, key: RoomKey, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, key: RoomKey, work: Coroutine[Any, Any, None], answers: list[Answer]) -> None:
         def failed(error: SegueError) -> None:
-            self._later(RoomUnknown(key, error.info))
+            answers.append(RoomUnknown(key, error.info))
 
         self._stop(key)
         task = background(
             work, name=f"the registry's answer for room {key}", failed=failed, loop=self._io.loop
         )
         self._tasks[key] = task
-        task.add_done_callback(partial(self._done, key))
+        task.add_done_callback(partial(self._done, key, answers))
 
-    def _done(self, key: RoomKey, task: asyncio.Task[None]) -> None:
+    def _done(self, key: RoomKey, answers: list[Answer], task: asyncio.Task[None]) -> None:
+        # Not before: an answer of what is settled meanwhile is nobody's. Never in the middle of a turn.
         if self._tasks.get(key) is task:
             del self._tasks[key]
+            for answer in answers:
+                self._deliver(answer)
 
     def _stop(self, key: RoomKey) -> None:
         if (task := self._tasks.pop(key, None)) is not None:

@@ -321,6 +321,23 @@ def test_a_bug_that_a_peer_s_message_meets_ends_its_hand_off_on_both_sides(rig: 
     assert not rig.of(rig.other, events.Phase)
 
 
+def test_what_was_decided_before_a_bug_is_carried_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange: Any = rig.manager.exchange
+    normal = exchange._receptions.end
+
+    def ends_and_breaks(event: events.EndRoom) -> None:
+        normal(event)
+        monkeypatch.undo()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setitem(exchange._handlers, events.EndRoom, ends_and_breaks)
+    rig.manager._handle(events.EndRoom(rig.one.received_as, PeerLost("x").info))
+    rig.turn()
+    [end] = rig.of(rig.one, events.Phase)
+    assert (end.phase, end.error.code) == (KVPoll.FAILED, ErrorCode.PEER_LOST)
+    assert [type(said) for said in rig.line.sent[-2:]] == [Failed, Abort]
+
+
 def test_the_timer_waits_for_the_nearest_deadline_also_when_it_came_last(rig: Rig) -> None:
     """The other two hand-offs have a minute."""
     transfer = TransferId(9, 0, PREFILL, rig.manager.config.me)

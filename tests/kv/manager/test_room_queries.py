@@ -141,6 +141,31 @@ def test_what_is_settled_is_given_up_and_its_late_answer_is_nobody_s() -> None:
     drive(main)
 
 
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("found", [True, False])
+def test_an_answer_that_is_under_way_when_its_question_is_settled_is_nobody_s_too(
+    turns: int, found: bool
+) -> None:
+    """Prefill's engine may have opened the room in between: an answer to the question would end it."""
+
+    async def main(rig: Rig) -> None:
+        rig.queries.carry_out(events.AskRoom(KEY, 20.0))
+        await settle()
+        asked = rig.registry.asked[KEY.room]
+        if found:
+            asked.set_result(OTHER)
+        else:
+            asked.set_exception(BootstrapTimeout("nobody registered it"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        heard = len(rig.heard)
+        rig.queries.carry_out(events.RoomSettled(KEY))
+        await settle()
+        assert len(rig.heard) == heard
+
+    drive(main)
+
+
 def test_what_was_stopped_may_end_only_after_the_next_question_was_begun() -> None:
     async def main(rig: Rig) -> None:
         rig.queries.carry_out(events.AskRoom(KEY, 20.0))

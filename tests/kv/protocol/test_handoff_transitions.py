@@ -658,6 +658,7 @@ def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
         (w.prefill, events.SendChunk(w.transfer.sent_as, Span(4, 10), (0, 1, 2))),
         (w.prefill, events.SendMetadata(w.transfer.sent_as, b"7")),
         (w.prefill, events.EndRoom(w.transfer.sent_as, CLIENT)),
+        (w.prefill, events.AbortTransfer(w.transfer, CLIENT)),
         (w.decode, events.Publish(w.transfer.received_as, (0, 1, 2), 0)),
         (w.decode, events.EndRoom(w.transfer.received_as, CLIENT)),
         (w.prefill, events.WriteLanded(w.transfer, 0, 0, 0.1)),
@@ -671,7 +672,7 @@ def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
         assert w.prefill.exchange.handle(event, w.now) == []
     for node, key in ((w.prefill, w.transfer.sent_as), (w.decode, w.transfer.received_as)):
         assert node.exchange.handle(events.EndRoom(key, CLIENT), w.now) == []
-        assert node.exchange.handle(events.AbortTransfer(w.transfer, CLIENT), w.now) == []
+    assert w.decode.exchange.handle(events.AbortTransfer(w.transfer, CLIENT), w.now) == []
 
 
 # ---- what a destination may not say ------------------------------------------------------------

@@ -614,11 +614,14 @@ def test_rule_7_words_of_what_is_unknown_make_no_room(word: Callable[[TransferId
 
 
 def test_rule_7_early_words_are_bounded_and_leave_destinations_their_place() -> None:
-    b = Bench(limits=Limits(max_early_destinations=4))
+    b = Bench(limits=Limits(max_early_destinations=8, early_share=0.5))
     for number in range(1, 100):
         assert b.hear(Declined(transfer(room=RoomKey(number)), LEFT, CLAIM)) == []
     assert b.exchange.sizes()["ended"] == 4
     assert b.hear(destination(decode=TWO, room=RoomKey(200))) == []
+    assert b.hear(Declined(transfer(decode=TWO, room=RoomKey(99)), LEFT, CLAIM)) == []
+    b.expect(RoomKey(99), decode=TWO)
+    assert b.error(RoomKey(99)) == LEFT, "one leader's words do not displace another's"
 
 
 # ---- 8: the registry -----------------------------------------------------------------------------

@@ -156,7 +156,8 @@ class Exchange:
     # ---- the face ------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """One event in, its effects out, in order. `now` never decreases between calls."""
+        """One event in, its effects out, in order. `now` never decreases between calls. Whatever it raises,
+        what it had `decided` before that is to be carried out."""
         self._turn.now = now
         effects: list[Effect] = []
         self._turn.effects = effects
@@ -164,7 +165,13 @@ class Exchange:
         if handler is None:
             raise IllegalEvent(f"{type(event).__name__} is not an event of {self._local.origin}")
         handler(event)
+        self._turn.effects = []
         return effects
+
+    @property
+    def decided(self) -> list[Effect]:
+        """What the last `handle` had decided before it raised; nothing if it refused its event."""
+        return self._turn.effects
 
     def next_deadline(self) -> float | None:
         """When to deliver the next `Tick`; None when there is nothing to wait for."""
@@ -219,7 +226,7 @@ class Exchange:
             "transfers": len(self._machines),
             "rooms": self._rooms.open,
             **self._receptions.sizes(),
-            "early": self._rooms.parked,
+            "early": sum(len(room.parked) for room in self._rooms.rooms.values()),
             "ended": len(self._tombstones.ended) + len(self._rooms.rooms) - self._rooms.open,
             "epochs": len(self._epochs),
             "peers": len(self._links),
@@ -301,10 +308,12 @@ class Exchange:
 
     def _peer_down(self, event: PeerDown) -> None:
         self._links.pop(event.peer, None)
-        self._rooms.peer_down(event)
-        for machine in self._bound_to(event.peer):
-            elsewhere = event.over is not None and machine.transport != event.over
-            self.tell(machine, replace(event, dead=False) if elsewhere else event)
+        try:
+            self._rooms.peer_down(event)
+        finally:  # a bug there costs no hand-off its proof
+            for machine in self._bound_to(event.peer):
+                elsewhere = event.over is not None and machine.transport != event.over
+                self.tell(machine, replace(event, dead=False) if elsewhere else event)
 
     def _bound_to(self, peer: LeaderId) -> list[Machine]:
         return [m for m in self._machines.values() if m.peer == peer]
@@ -382,16 +391,24 @@ class Exchange:
         effects = self._turn.effects
         new = effects[start:]
         del effects[start:]
+        broken: Internal | None = None
         for effect in new:
             effects.append(effect)
             if not isinstance(effect, HandoffPhase | HandoffReleased | HandoffQuarantined | Redirected):
                 continue
-            if isinstance(owner, Reception):
-                self._receptions.on_effect(owner, effect)
-            elif isinstance(effect, HandoffPhase):
-                self._rooms.on_phase(owner, effect)
-            elif isinstance(effect, HandoffReleased):
-                self._rooms.on_release(owner, effect.transfer)
+            try:
+                if isinstance(owner, Reception):
+                    self._receptions.on_effect(owner, effect)
+                elif isinstance(effect, HandoffPhase):
+                    self._rooms.on_phase(owner, effect)
+                elif isinstance(effect, HandoffReleased):
+                    self._rooms.on_release(owner, effect.transfer)
+            except Exception as error:  # the machine has moved on, so what follows counts, too
+                self.counters["internal_errors"] += 1
+                broken = Internal(f"{type(error).__name__} in the half of a hand-off: {error}")
+        if broken is not None:
+            table = self._receptions if isinstance(owner, Reception) else self._rooms
+            table.end(EndRoom(owner.key, broken.info))
 
     def _forget(self, machine: Machine) -> None:
         del self._machines[machine.transfer]

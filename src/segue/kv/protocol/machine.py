@@ -70,7 +70,6 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from segue.kv.errors import (
-    MAX_ERROR_TEXT,
     DeadlineExceeded,
     ErrorInfo,
     Internal,
@@ -262,10 +261,9 @@ class Machine:
         return self.fill(kind(text).info)
 
     def fill(self, error: ErrorInfo) -> ErrorInfo:
-        """`error` with its empty fields filled in: it began at this side. No text is longer than ours are."""
+        """`error` with its empty fields filled in: it began at this side."""
         return msgspec.structs.replace(
             error,
-            text=error.text[:MAX_ERROR_TEXT],
             phase=error.phase or self.phase.name,
             origin=error.origin or self.local.origin,
             peer=error.peer or self.local.name_of(self.peer),

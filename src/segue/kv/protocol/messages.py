@@ -17,6 +17,10 @@ from segue.kv.layout.spec import PoolSpec
 
 HANDOFF_VERSION = 6
 
+#: bytes of the digest of what must be equal on both sides
+MAX_CLAIM_BYTES = 64
+Claim = Annotated[bytes, msgspec.Meta(max_length=MAX_CLAIM_BYTES)]
+
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """The natural log-probability `logprob` of one chosen `token` (its id), and the most likely alternatives
@@ -63,9 +67,9 @@ class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt_tokens: int
     prefix_tokens: int
     pages: list[int]
-    transport: str
+    transport: Annotated[str, msgspec.Meta(max_length=64)]
     plan_hash: int
-    claim: bytes = b""
+    claim: Claim = b""
     inferred: bool = False
     slot: int | None = None
     replaces: int | None = None
@@ -94,7 +98,7 @@ class Declined(msgspec.Struct, frozen=True, tag=True):
 
     transfer: TransferId
     error: ErrorInfo
-    claim: bytes = b""
+    claim: Claim = b""
 
 
 class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -47,10 +47,10 @@ from segue.kv.protocol.events import (
 )
 from segue.kv.protocol.link import LocalLeader
 from segue.kv.protocol.machine import IllegalEvent
-from segue.kv.protocol.messages import Declined
+from segue.kv.protocol.messages import MAX_CLAIM_BYTES, Declined
 from segue.kv.protocol.receiver import DestinationTerms, ReceiverMachine
 from segue.kv.protocol.room_ranks import DpRanks, PrefillInstance
-from segue.kv.protocol.rooms import MAX_CLAIM_BYTES, MachineHost
+from segue.kv.protocol.rooms import MachineHost
 from segue.kv.protocol.timers import DeadlineEntry, Deadlines
 from segue.kv.protocol.tombstones import Tombstones
 
@@ -146,9 +146,9 @@ class Receptions:
             return
         if reception.machine is None:
             self._fail(reception, event.error)
-        elif reception.moving_to is None:
-            self._host.tell(reception.machine, AbortTransfer(reception.machine.transfer, event.error))
-        else:
+        elif reception.moving_to is not None or not self._host.tell(
+            reception.machine, AbortTransfer(reception.machine.transfer, event.error)
+        ):
             self._fail_on_the_way(reception, event.error)
 
     def decline(self, event: DeclineRoom) -> None:
@@ -308,6 +308,9 @@ class Receptions:
                 leader = LeaderId(reception.opened.prefill.incarnation, rank)
                 self._begin(reception, leader, inferred=False)
             case HandoffReleased():
+                if not reception.phase.terminal:  # a bug has lost the phase before
+                    error = Internal("the end of this hand-off was lost").info
+                    self._report(reception, Phase(reception.key, KVPoll.FAILED, error=error))
                 self._drop(reception)
 
     def _on_phase(self, reception: Reception, effect: HandoffPhase) -> None:

@@ -26,7 +26,7 @@ import enum
 import hmac
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -67,6 +67,7 @@ from segue.kv.protocol.events import (
 from segue.kv.protocol.link import LocalLeader
 from segue.kv.protocol.machine import IllegalEvent, Machine, MachineArgs
 from segue.kv.protocol.messages import (
+    MAX_CLAIM_BYTES,
     Abort,
     Committed,
     Declined,
@@ -82,7 +83,6 @@ from segue.kv.protocol.sender import SenderMachine
 from segue.kv.protocol.timers import DeadlineEntry, Deadlines
 from segue.kv.protocol.tombstones import Tombstones
 
-MAX_CLAIM_BYTES = 64
 #: After these, what prefill computed is not to be trusted: no other decode may bind the room.
 _DOUBTFUL = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL})
 
@@ -99,6 +99,7 @@ class RoomState(enum.StrEnum):
 
 
 _S = RoomState
+Word = TypeVar("Word", Destination, Declined)
 
 
 class MachineHost(Protocol):
@@ -113,25 +114,35 @@ class MachineHost(Protocol):
     def epoch_owner(self, decode: LeaderId, epoch: int) -> Machine | None: ...
 
 
-@dataclass(slots=True)
-class ParkedDestination:
-    """A destination that waits; `timer.at` is its own deadline."""
+@dataclass(slots=True, eq=False)
+class Parked(Generic[Word]):
+    """A word of decode that waits; `timer.at` is its own deadline."""
 
     peer: LeaderId
-    message: Destination
+    message: Word
     timer: DeadlineEntry
+
+    @property
+    def pages(self) -> int:
+        """Page ids in it."""
+        return len(self.message.pages) if isinstance(self.message, Destination) else 0
+
+
+AnyParked = Parked[Destination] | Parked[Declined]
 
 
 @dataclass(slots=True)
 class Room:
     """One request's prefill half, as its engine knows it. `pages` and `slot` are the newest that the engine
-    named, `spans` its complete chunks, `partial` the layers of the chunk that follows them."""
+    named, `spans` its complete chunks, `partial` the layers of the chunk that follows them. From the engine's
+    request on `timer` is due at `until`; before that what waits has timers of its own."""
 
     key: RoomKey
-    state: RoomState
-    timer: DeadlineEntry
-    parked: dict[TransferId, ParkedDestination] = field(default_factory=dict)
-    declined: dict[LeaderId, Declined] = field(default_factory=dict)
+    state: RoomState = _S.PARKED
+    until: float = 0.0
+    timer: DeadlineEntry | None = None
+    parked: dict[TransferId, Parked[Destination]] = field(default_factory=dict)
+    declined: dict[TransferId, Parked[Declined]] = field(default_factory=dict)
     asked: bool = False
     expected: ExpectRoom | None = None
     opened_at: float = 0.0
@@ -154,7 +165,6 @@ class Room:
     #: the attempt that a waiting destination replaces, and that may have committed
     doubt: TransferId | None = None
     ending: bool = False
-    replacing: bool = False
 
     @property
     def opened(self) -> ExpectRoom:
@@ -189,10 +199,11 @@ class Rooms:
         self._turn = turn
         self._tombstones = tombstones
         self.rooms: dict[RoomKey, Room] = {}
-        #: the closed ones, the oldest first, and how many are open
+        #: the closed ones whose pages are free, the oldest first, and how many are open
         self._closed: dict[RoomKey, None] = {}
         self.open = 0
-        #: destinations that wait, and page ids in them
+        #: what waits, by whose it is, and in all; and page ids in it
+        self._parked_of: dict[LeaderId, dict[AnyParked, None]] = {}
         self.parked = 0
         self.parked_pages = 0
 
@@ -202,11 +213,8 @@ class Rooms:
         """See `ExpectRoom`. Raises InvalidRequest for a room that was used already, OutOfCapacity."""
         room = self.rooms.get(event.key)
         self._check_expect(event, room)
-        if room is None:
-            room = self._new(event.key, _S.EXPECTED, event.deadline)
-        else:
-            self._retime(room, event.deadline)
-        parked, room.parked = room.parked, {}
+        room = room or self._new(event.key)
+        self._set_timer(room, event.deadline)
         room.state, room.expected, room.opened_at = _S.EXPECTED, event, self._turn.now
         self.open += 1
         self._turn.emit(Phase(event.key, KVPoll.BOOTSTRAPPING))
@@ -214,20 +222,18 @@ class Rooms:
         if event.announce:
             # Not given up when the room fails: another rank of ours may be asked about it.
             self._turn.emit(RegisterRoom(event.key, max(0.0, event.deadline - self._turn.now)))
-        for waiting in parked.values():
-            self._unpark(waiting)
-            rest_s = waiting.timer.at - self._turn.now
-            self._destination(room, waiting.peer, replace(waiting.message, budget_s=rest_s))
-        if room.state is _S.EXPECTED and (error := self._given_up(room, event)) is not None:
+        declined = self._take(room.declined)
+        self._bind_waiting(room)
+        if room.state is _S.EXPECTED and (error := self._given_up(event, declined)) is not None:
             self._close(room, error, tell=False)
 
-    def _given_up(self, room: Room, event: ExpectRoom) -> ErrorInfo | None:
+    def _given_up(self, event: ExpectRoom, declined: list[Parked[Declined]]) -> ErrorInfo | None:
         """Why decode will not bind the room: it has ended its half before ours began."""
-        if event.decode is not None:
+        if event.decode is not None and not event.retain_s:
             ended = self._tombstones.ended.get(self._placed(event, event.decode))
             if ended is not None and ended.error is not None:
                 return ended.error
-        counts = (word.error for peer, word in room.declined.items() if self._may_decline(event, peer, word))
+        counts = (p.message.error for p in declined if self._may_decline(event, p.peer, p.message))
         return next(counts, None)
 
     @staticmethod
@@ -317,12 +323,11 @@ class Rooms:
     def end(self, event: EndRoom) -> None:
         """See `EndRoom`."""
         room = self.rooms.get(event.key)
-        if room is None or room.state in (_S.CLOSED, _S.PARKED) or (event.unbound and room.machine):
+        if room is None or room.state in (_S.CLOSED, _S.PARKED) or (event.unbound and room.bound_to):
             return
-        if room.machine is not None:
-            room.ending = True
-            self._host.tell(room.machine, AbortTransfer(room.machine.transfer, event.error))
-        else:
+        room.ending = True
+        machine = room.machine
+        if machine is None or not self._host.tell(machine, AbortTransfer(machine.transfer, event.error)):
             self._close(room, self._record(room, event.error))
 
     def allow(self, event: AllowReplacement) -> None:
@@ -357,21 +362,20 @@ class Rooms:
             return
         conflict = dp_rank_conflict(event.key.room, owner.dp_rank, me.dp_rank).info
         for waiting in [p for p in room.parked.values() if p.message.inferred]:
-            self._unpark(waiting)
-            del room.parked[waiting.message.transfer]
-            error = self._tombstones.record(conflict, event.key.room, waiting.peer)
             transfer = waiting.message.transfer
-            self._tombstones.add_unopened(transfer, error, ended_by_peer=True, until=waiting.timer.at)
+            error = self._tombstones.record(conflict, event.key.room, waiting.peer)
+            self._void(room, transfer, error)
             redirect = self._local.dp.on_conflict == REDIRECT_ON_CONFLICT
             moved = Moved(transfer, owner.dp_rank, None if redirect else error)
             self._turn.emit(Send(waiting.peer, moved))
-        self._forget_if_empty(room)
 
     def unknown(self, event: RoomUnknown) -> None:
-        """The room could not be registered: no decode would find it. (A question without an answer leaves its
-        destination waiting until that one's own deadline.)"""
+        """The room could not be registered: no decode would find it. Or a question has no answer, and its
+        destination waits until its own deadline; the next one that comes asks again."""
         room = self.rooms.get(event.key)
-        if room is not None and room.expected is not None:
+        if room is not None and room.expected is None:
+            room.asked = False
+        elif room is not None:
             self.end(EndRoom(event.key, event.error))
 
     def _settle(self, room: Room) -> None:
@@ -400,9 +404,7 @@ class Rooms:
             return False
         if isinstance(message, (Failed, Abort, Gone)):
             room.doubt = None
-            if room.machine is not None:
-                room.replacing = bool(room.parked)  # the machine ends by this message, and it binds then
-            else:
+            if room.machine is None:  # else it ends by this message, and what waits binds then
                 self._bind_waiting(room)
             return False
         if isinstance(message, Committed) and room.machine is None:
@@ -415,28 +417,25 @@ class Rooms:
         if ended is not None:
             self._tombstones.received(Received(peer, message))
         elif room is None or room.state is _S.PARKED:
-            self._park(room, peer, message)
+            self._early(room, peer, message)
         else:
             self._destination(room, peer, message)
 
     def _destination(self, room: Room, peer: LeaderId, message: Destination) -> None:
         if room.state is _S.EXPECTED and room.doubt is None:
             self._bind(room, peer, message)
-            return
-        if room.state is _S.CLOSED:
+        elif room.state is _S.CLOSED:
             self._refuse(peer, message.transfer, room.error or self._over(room))
-            return
-        if message.transfer in room.parked:
+        elif message.transfer in room.parked:
             self._counters["repeats"] += 1
-            return
-        self._contest(room, self._waiting(peer, message))
+        else:
+            self._contest(room, self._waiting(peer, message, message.budget_s))
 
-    def _waiting(self, peer: LeaderId, message: Destination) -> ParkedDestination:
+    def _waiting(self, peer: LeaderId, message: Word, budget_s: float) -> Parked[Word]:
         # A NaN from the wire must not get into the heap: it compares as false with everything.
-        budget_s = message.budget_s if message.budget_s > 0 else 0.0
+        budget_s = budget_s if budget_s > 0 else 0.0
         at = self._turn.now + min(budget_s, self._limits.request_budget_s)
-        timer = DeadlineEntry(at, lambda _: self._parked_late(message))
-        return ParkedDestination(peer, message, timer)
+        return Parked(peer, message, DeadlineEntry(at, lambda _: self._parked_late(message)))
 
     def _over(self, room: Room) -> ErrorInfo:
         text = f"room {room.key.room} is over; each request needs a room of its own"
@@ -444,116 +443,122 @@ class Rooms:
 
     def _declined(self, room: Room | None, peer: LeaderId, message: Declined) -> None:
         if room is None or room.state is _S.PARKED:
-            self._declined_early(room, peer, message)
+            self._early(room, peer, message)
         elif self._may_decline(room.opened, peer, message):
             self._close(room, message.error, tell=False)
         else:
             self._counters["stray_messages"] += 1
 
-    def _peer_ended(self, room: Room | None, peer: LeaderId, message: Failed | Abort) -> None:
+    def _peer_ended(self, room: Room | None, peer: LeaderId, message: Failed | Abort | Gone) -> None:
         """Decode has ended a hand-off that has no machine here."""
         transfer = message.transfer
-        parked = room.parked.pop(transfer, None) if room is not None else None
         error = self._tombstones.error_of(message, peer)
-        if parked is not None:
-            self._unpark(parked)
-            self._tombstones.add_unopened(transfer, error, ended_by_peer=True, until=parked.timer.at)
-            self._turn.emit(Send(peer, Drained(transfer)))
-        else:
+        if room is None or not self._void(room, transfer, error):
             self._tombstones.received(Received(peer, message))
-        if room is None or room.state is _S.PARKED:
-            if room is not None:
-                self._forget_if_empty(room)
+        elif not isinstance(message, Gone):
+            self._turn.emit(Send(peer, Drained(transfer)))
+        if room is None or room.expected is None or isinstance(message, Gone):
             return
-        opened = room.opened
-        placed = opened.decode == peer and transfer.attempt >= opened.attempt
-        if room.state is _S.EXPECTED and placed and not opened.retain_s:
+        placed = room.expected.decode == peer and transfer.attempt >= room.expected.attempt
+        if room.state is _S.EXPECTED and placed and not room.expected.retain_s:
             self._close(room, error, tell=False)
-
-    def _declined_early(self, room: Room | None, peer: LeaderId, message: Declined) -> None:
-        """A room that its engine has not opened yet will not get its destination from this leader."""
-        limits = self._limits
-        if room is None:
-            if len(self.rooms) - self.open - len(self._closed) >= limits.max_early_destinations:
-                self._counters["early_refused"] += 1
-                return
-            room = self._new(message.transfer.sent_as, _S.PARKED, self._turn.now + limits.request_budget_s)
-        if peer in room.declined or len(room.declined) < limits.max_bindings:
-            room.declined[peer] = message
-
-    def _gone(self, room: Room | None, peer: LeaderId, message: Gone) -> None:
-        parked = room.parked.pop(message.transfer, None) if room is not None else None
-        if room is not None and parked is not None:
-            self._unpark(parked)
-            error = self._tombstones.error_of(message, peer)
-            self._tombstones.add_unopened(message.transfer, error, ended_by_peer=True, until=parked.timer.at)
-            self._forget_if_empty(room)
 
     def _repeated(self, room: Room | None, peer: LeaderId, message: HandoffMessage) -> None:
         self._counters["repeats"] += 1
 
     # ---- parking ---------------------------------------------------------------------------------
 
-    def _park(self, room: Room | None, peer: LeaderId, message: Destination) -> None:
-        """Keep a destination until its room is expected; refuse it where the bounds are reached."""
-        if room is not None and message.transfer in room.parked:
+    def _early(self, room: Room | None, peer: LeaderId, message: Destination | Declined) -> None:
+        """Keep a word until its room is expected; refuse a destination where the bounds are reached."""
+        transfer = message.transfer
+        if room is not None and transfer in room.parked:
             self._counters["repeats"] += 1
             return
-        if (problem := self._no_place(peer, message)) is not None:
-            self._counters["early_refused"] += 1
-            self._refuse(peer, message.transfer, OutOfCapacity(problem).info)
+        if room is not None and isinstance(message, Declined):
+            self._unpark(room.declined, transfer)  # the newest one counts
+        if not self._has_place(peer, message):
             return
-        waiting = self._waiting(peer, message)
-        if room is None:
-            room = self._new(message.transfer.sent_as, _S.PARKED, waiting.timer.at)
-        elif room.timer.at < waiting.timer.at:
-            self._retime(room, waiting.timer.at)
-        self._keep(room, waiting)
+        room = room or self._new(transfer.sent_as)
+        if isinstance(message, Declined):
+            word = self._waiting(peer, message, self._limits.request_budget_s)
+            self._keep(room.declined, word)
+            return
+        waiting = self._waiting(peer, message, message.budget_s)
+        self._keep(room.parked, waiting)
         if message.inferred and not room.asked:
             room.asked = True
             self._turn.emit(AskRoom(room.key, waiting.timer.at - self._turn.now))
 
-    def _no_place(self, peer: LeaderId, message: Destination) -> str | None:
-        limits = self._limits
-        theirs = [p for room in self.rooms.values() for p in room.parked.values() if p.peer == peer]
-        pages = sum(len(parked.message.pages) for parked in theirs)
+    def _has_place(self, peer: LeaderId, message: Destination | Declined) -> bool:
+        """Whether one more word of this leader may wait; a destination that may not is refused."""
+        problem = self._no_place(peer, len(message.pages) if isinstance(message, Destination) else 0)
+        if problem:
+            self._counters["early_refused"] += 1
+            if isinstance(message, Destination):
+                self._refuse(peer, message.transfer, OutOfCapacity(problem).info)
+        return not problem
+
+    def _no_place(self, peer: LeaderId, more_pages: int) -> str:
+        limits, theirs = self._limits, self._parked_of.get(peer, ())
         if self.parked >= limits.max_early_destinations:
             return (
                 f"{self.parked} destinations wait for requests that prefill has not seen, as many as "
                 "limits.max_early_destinations allows"
             )
-        if self.parked_pages + len(message.pages) > limits.max_early_pages:
+        if self.parked_pages + more_pages > limits.max_early_pages:
             return "destinations that wait for their requests name too many pages (limits.max_early_pages)"
-        share = limits.early_share
+        pages, share = sum(parked.pages for parked in theirs), limits.early_share
         if len(theirs) >= max(1, share * limits.max_early_destinations) or (
-            theirs and pages + len(message.pages) > share * limits.max_early_pages
+            theirs and more_pages and pages + more_pages > share * limits.max_early_pages
         ):
             return f"{len(theirs)} destinations of this decode leader wait already (limits.early_share)"
-        return None
+        return ""
 
-    def _keep(self, room: Room, parked: ParkedDestination) -> None:
-        room.parked[parked.message.transfer] = parked
+    def _keep(self, table: dict[TransferId, Parked[Word]], parked: Parked[Word]) -> None:
+        table[parked.message.transfer] = parked
+        self._parked_of.setdefault(parked.peer, {})[parked] = None
         self._deadlines.add(parked.timer)
         self.parked += 1
-        self.parked_pages += len(parked.message.pages)
+        self.parked_pages += parked.pages
 
-    def _unpark(self, parked: ParkedDestination) -> None:
-        """Undo `_keep`, but for the room's entry."""
-        self._deadlines.cancel(parked.timer)
-        self.parked -= 1
-        self.parked_pages -= len(parked.message.pages)
+    def _unpark(self, table: dict[TransferId, Parked[Word]], transfer: TransferId) -> Parked[Word] | None:
+        """Undo `_keep`; None if nothing of this hand-off waits in `table`."""
+        parked = table.pop(transfer, None)
+        if parked is not None:
+            self._deadlines.cancel(parked.timer)
+            del self._parked_of[parked.peer][parked]
+            if not self._parked_of[parked.peer]:
+                del self._parked_of[parked.peer]
+            self.parked -= 1
+            self.parked_pages -= parked.pages
+        return parked
 
-    def _parked_late(self, message: Destination) -> None:
-        room = self.rooms[message.transfer.sent_as]
-        parked = room.parked.pop(message.transfer)
-        self._unpark(parked)
-        if room.state is _S.PARKED:
-            text = f"the request of room {room.key.room} did not come to this prefill leader in time"
-            late: SegueError = BootstrapTimeout(text)
+    def _take(self, table: dict[TransferId, Parked[Word]]) -> list[Parked[Word]]:
+        """All that waits in `table`, which is empty then."""
+        return [parked for transfer in list(table) if (parked := self._unpark(table, transfer))]
+
+    def _void(self, room: Room, transfer: TransferId, error: ErrorInfo) -> bool:
+        """A destination that waits binds nothing any more, and its peer knows; False if none does."""
+        parked = self._unpark(room.parked, transfer)
+        if parked is not None:
+            self._tombstones.add_unopened(transfer, error, ended_by_peer=True, until=parked.timer.at)
+            self._forget_if_empty(room)
+        return parked is not None
+
+    def _parked_late(self, message: Destination | Declined) -> None:
+        transfer = message.transfer
+        room = self.rooms[transfer.sent_as]
+        if isinstance(message, Declined):
+            self._unpark(room.declined, transfer)
         else:
-            late = DeadlineExceeded(f"another attempt has room {room.key.room}, and it did not end in time")
-            room.doubt = None
-        self._refuse(parked.peer, message.transfer, late.info)
+            self._unpark(room.parked, transfer)
+            if room.state is _S.PARKED:
+                text = f"the request of room {room.key.room} did not come to this prefill leader in time"
+                late: SegueError = BootstrapTimeout(text)
+            else:
+                late = DeadlineExceeded(f"another attempt has room {room.key.room}, and did not end in time")
+                room.doubt = None
+            self._refuse(transfer.decode, transfer, late.info)
         self._forget_if_empty(room)
 
     def _forget_if_empty(self, room: Room) -> None:
@@ -599,7 +604,7 @@ class Rooms:
             )
         if self._host.epoch_owner(peer, message.epoch) is not None:
             raise TransferFailed(f"decode uses epoch {message.epoch:x} for two hand-offs")
-        args = self._host.args(message.transfer, peer, opened.prompt_tokens, room.timer.at)
+        args = self._host.args(message.transfer, peer, opened.prompt_tokens, room.until)
         return SenderMachine(args, message)
 
     def _replay(self, room: Room, machine: SenderMachine) -> None:
@@ -620,9 +625,8 @@ class Rooms:
         """A hand-off without a machine ends: its destination was lost by a bug, and is refused."""
         transfer = event.transfer
         room = self.rooms.get(transfer.sent_as)
-        parked = None if room is None else room.parked.pop(transfer, None)
-        if parked is not None:
-            self._unpark(parked)
+        if room is not None:
+            self._unpark(room.parked, transfer)
         if transfer not in self._tombstones.ended:
             self._refuse(transfer.decode, transfer, event.error)
         if room is not None:
@@ -635,39 +639,52 @@ class Rooms:
         self._turn.emit(Send(peer, Failed(transfer, error)))
         self._turn.emit(Send(peer, Gone(transfer)))
 
-    def _contest(self, room: Room, waiting: ParkedDestination) -> None:
+    def _contest(self, room: Room, waiting: Parked[Destination]) -> None:
         """A destination for a room that has a live binding, or one in doubt."""
         message, live = waiting.message, room.machine.transfer if room.machine is not None else room.doubt
-        known = message.transfer in room.parked
-        if live is None or message.replaces != live.attempt or (room.parked and not known):
-            if known:
-                return
-            text = f"attempt {live.attempt if live else 0} of decode has room {room.key.room}"
-            self._refuse(waiting.peer, message.transfer, TransferFailed(text).info)
-            return
+        transfer = message.transfer
+        known = transfer in room.parked
+        said = live is not None and message.replaces == live.attempt
+        allowed = live is not None and said and self._may_replace(room, live, waiting)
         if not known:
+            # One waits at a time; one without the placer's word makes room for one that may replace.
+            others = list(room.parked.values())
+            blocked = room.doubt is not None or not allowed
+            if not said or (others and blocked):
+                text = f"attempt {live.attempt if live else 0} of decode has room {room.key.room}"
+                self._refuse(waiting.peer, transfer, TransferFailed(text).info)
+                return
             if self._accepted(room, waiting.peer, message) is None:
                 return  # what is wrong with it ends no other one
-            self._keep(room, waiting)
-        permit = (live.attempt, message.transfer.attempt, waiting.peer)
-        if room.doubt is not None or not (waiting.peer == live.decode or permit in room.permits):
+            if others:
+                self._refuse_waiting(room, TransferFailed("another attempt replaces the one before").info)
+            if not self._has_place(waiting.peer, message):
+                return
+            self._keep(room.parked, waiting)
+        if live is None or room.doubt is not None or not allowed:
             return  # it waits for the answer, or for the placer's word
-        error = self._tombstones.record(
-            TransferFailed("another attempt replaces this one").info, room.key.room, live.decode
-        )
+        text = "another attempt replaces this one"
+        error = self._tombstones.record(TransferFailed(text).info, room.key.room, live.decode)
         if room.machine is not None and room.machine.in_doubt:
             room.doubt = live
             self._turn.emit(Send(live.decode, Failed(live, error)))
         elif room.machine is not None:
-            room.replacing = True
             self._host.tell(room.machine, AbortTransfer(live, error))
 
+    @staticmethod
+    def _may_replace(room: Room, live: TransferId, waiting: Parked[Destination]) -> bool:
+        """Whether the same decode leader, or the placer, says that `waiting` replaces `live`."""
+        permit = (live.attempt, waiting.message.transfer.attempt, waiting.peer)
+        return waiting.peer == live.decode or permit in room.permits
+
     def _bind_waiting(self, room: Room) -> None:
-        for waiting in list(room.parked.values()):
-            self._unpark(waiting)
-            del room.parked[waiting.message.transfer]
+        for waiting in self._take(room.parked):
             rest_s = waiting.timer.at - self._turn.now
             self._destination(room, waiting.peer, replace(waiting.message, budget_s=rest_s))
+
+    def _refuse_waiting(self, room: Room, error: ErrorInfo) -> None:
+        for waiting in self._take(room.parked):
+            self._refuse(waiting.peer, waiting.message.transfer, error)
 
     # ---- what a binding says -----------------------------------------------------------------------
 
@@ -679,7 +696,7 @@ class Rooms:
             case KVPoll.SUCCESS:
                 self._committed(room, effect)
             case KVPoll.FAILED:
-                self._failed(room, effect.error or Internal("failed without a reason").info)
+                self._failed(room, effect.transfer, effect.error or Internal("no reason given").info)
             case _ if effect.phase > room.phase:
                 room.phase = effect.phase
                 self._turn.emit(Phase(room.key, effect.phase))
@@ -689,25 +706,21 @@ class Rooms:
     def _committed(self, room: Room, effect: HandoffPhase) -> None:
         """Decode has it all: who waited to replace it gets `Gone`."""
         room.machine, room.doubt, room.success = None, None, effect
-        parked, room.parked = room.parked, {}
-        for waiting in parked.values():
-            self._unpark(waiting)
-            taken = TransferFailed(f"an earlier attempt at room {room.key.room} has succeeded")
-            self._refuse(waiting.peer, waiting.message.transfer, taken.info)
+        taken = TransferFailed(f"an earlier attempt at room {room.key.room} has succeeded")
+        self._refuse_waiting(room, taken.info)
         if room.opened.retain_s and not room.ending:
             room.state = _S.EXPECTED
-            self._retime(room, min(room.timer.at, self._turn.now + room.opened.retain_s))
+            self._set_timer(room, min(room.until, self._turn.now + room.opened.retain_s))
         else:
             self._close(room, None)
 
-    def _failed(self, room: Room, error: ErrorInfo) -> None:
-        room.machine, replacing = None, room.replacing
-        room.replacing = False
+    def _failed(self, room: Room, transfer: TransferId, error: ErrorInfo) -> None:
+        room.machine, room.error = None, error
         room.failed_bindings += 1
-        room.error = error
-        over = self._turn.now >= room.timer.at or error.code in _DOUBTFUL
+        over = self._turn.now >= room.until or error.code in _DOUBTFUL
         spent = room.failed_bindings >= self._limits.max_bindings
-        if room.ending or over or spent or not (room.opened.retain_s or replacing or room.doubt):
+        replaced = any(self._may_replace(room, transfer, waiting) for waiting in room.parked.values())
+        if room.ending or over or spent or not (room.opened.retain_s or replaced or room.doubt):
             self._close(room, error, tell=False)
             return
         room.state = _S.EXPECTED
@@ -718,44 +731,31 @@ class Rooms:
         """A machine of the room touches the pages no more."""
         room.holding.discard(transfer)
         if room.state is _S.CLOSED and not room.holding:
-            self._turn.emit(Release(room.key))
+            self._release(room)
 
     # ---- sessions and time -------------------------------------------------------------------------
 
     def peer_down(self, event: PeerDown) -> None:
         """Before the machines hear of it. Destinations of this peer that wait are void; a room that was
         placed for it alone fails."""
+        for parked in list(self._parked_of.get(event.peer, ())):
+            transfer = parked.message.transfer
+            error = self._tombstones.record(event.error, transfer.room, event.peer)
+            self._void(self.rooms[transfer.sent_as], transfer, error)
         for room in list(self.rooms.values()):
-            for waiting in [p for p in room.parked.values() if p.peer == event.peer]:
-                self._unpark(waiting)
-                transfer = waiting.message.transfer
-                del room.parked[transfer]
-                error = self._tombstones.record(event.error, transfer.room, event.peer)
-                self._tombstones.add_unopened(transfer, error, ended_by_peer=True, until=waiting.timer.at)
-            self._forget_if_empty(room)
-            if room.state is _S.EXPECTED and room.doubt is not None:
+            if room.doubt is not None:
                 if room.doubt.decode == event.peer and event.dead:
                     room.doubt = None
-                    self._bind_waiting(room)
+                    if room.machine is None:
+                        self._bind_waiting(room)
             elif room.state is _S.EXPECTED and room.opened.decode == event.peer and not room.opened.retain_s:
                 self._close(room, self._record(room, event.error))
-            elif room.doubt is not None and room.doubt.decode == event.peer and event.dead:
-                room.doubt, room.replacing = None, True
 
-    def _due(self, timer: DeadlineEntry, key: RoomKey) -> None:
-        room = self.rooms.get(key)
-        if room is None or room.timer is not timer:
-            return
-        if room.state is _S.CLOSED:
-            if room.holding:  # a quarantined room stays until its last page is proven free
-                self._retime(room, self._turn.now + self._limits.peer_silence_s)
-            else:
-                self._forget(room)
-        elif room.state is _S.PARKED:
-            room.declined.clear()
-            self._forget_if_empty(room)
-        elif room.state is _S.EXPECTED:
+    def _due(self, room: Room) -> None:
+        if room.state is _S.EXPECTED:
             self._close(room, self._late(room))
+        elif room.state is _S.CLOSED and not room.holding:
+            self._forget(room)
 
     def _late(self, room: Room) -> ErrorInfo:
         after_s = self._turn.now - room.opened_at
@@ -774,9 +774,8 @@ class Rooms:
         """The room's one end: SUCCESS if decode has committed, else FAILED with `error`. With `tell` the
         decode leader that it was placed for hears of the failure."""
         self._settle(room)
-        room.state, room.doubt = _S.CLOSED, None
+        room.state, room.machine, room.doubt = _S.CLOSED, None, None
         self.open -= 1
-        self._closed[room.key] = None
         success = room.success
         room.error = None if success is not None else error
         opened = room.opened
@@ -789,47 +788,43 @@ class Rooms:
         self._turn.emit(phase)
         if tell and error is not None and success is None and opened.decode is not None:
             self._tell_placed(room, opened.decode, error)
-        parked, room.parked = room.parked, {}
-        for waiting in parked.values():
-            self._unpark(waiting)
-            self._refuse(waiting.peer, waiting.message.transfer, error or self._over(room))
-        if not room.holding:
-            self._turn.emit(Release(room.key))
+        self._refuse_waiting(room, error or self._over(room))
         room.spans, room.pages, room.partial, room.metadata = [], (), None, None
         room.permits.clear()
-        room.declined.clear()
-        self._retime(room, max(room.timer.at, self._turn.now + self._limits.peer_silence_s))
-        self._bound_closed()
+        if not room.holding:
+            self._release(room)
+
+    def _release(self, room: Room) -> None:
+        """The pages of a closed room are free; it is remembered from now on, until too many others are."""
+        self._turn.emit(Release(room.key))
+        self._set_timer(room, max(room.until, self._turn.now + self._limits.peer_silence_s))
+        self._closed[room.key] = None
+        if len(self._closed) > self._limits.max_transfers:
+            self._forget(self.rooms[next(iter(self._closed))])
 
     def _tell_placed(self, room: Room, decode: LeaderId, error: ErrorInfo) -> None:
         transfer = self._placed(room.opened, decode)
         if transfer not in self._tombstones.ended and transfer not in room.holding:
-            self._tombstones.add_unopened(transfer, error, ended_by_peer=False, until=room.timer.at)
+            self._tombstones.add_unopened(transfer, error, ended_by_peer=False, until=room.until)
             self._turn.emit(Send(decode, Failed(transfer, error)))
             self._turn.emit(Send(decode, Gone(transfer)))
 
-    def _bound_closed(self) -> None:
-        if len(self._closed) > self._limits.max_transfers:
-            oldest = next((key for key in self._closed if not self.rooms[key].holding), None)
-            if oldest is not None:
-                self._forget(self.rooms[oldest])
-
     # ---- the table of rooms ------------------------------------------------------------------------
 
-    def _new(self, key: RoomKey, state: RoomState, at: float) -> Room:
-        room = self.rooms[key] = Room(key, state, DeadlineEntry(at, lambda timer: self._due(timer, key)))
-        self._deadlines.add(room.timer)
+    def _new(self, key: RoomKey) -> Room:
+        room = self.rooms[key] = Room(key)
         return room
 
-    def _retime(self, room: Room, at: float) -> None:
-        self._deadlines.cancel(room.timer)
-        key = room.key
-        room.timer = DeadlineEntry(at, lambda timer: self._due(timer, key))
+    def _set_timer(self, room: Room, until: float) -> None:
+        if room.timer is not None:
+            self._deadlines.cancel(room.timer)
+        room.until, room.timer = until, DeadlineEntry(until, lambda _: self._due(room))
         self._deadlines.add(room.timer)
 
     def _forget(self, room: Room) -> None:
         self._settle(room)
-        self._deadlines.cancel(room.timer)
+        if room.timer is not None:
+            self._deadlines.cancel(room.timer)
         self._closed.pop(room.key, None)
         del self.rooms[room.key]
 
@@ -845,55 +840,46 @@ class Rooms:
                 found.append(f"room {room.key} is {room.state} in phase {room.phase.name}")
             if room.machine is not None and room.machine.transfer not in room.holding:
                 found.append(f"room {room.key} does not know that its machine holds pages")
-            if not room.timer.live:
+            if room.state in (_S.EXPECTED, _S.BOUND) and not (room.timer and room.timer.live):
                 found.append(f"room {room.key} has no deadline")
-        parked = [p for room in rooms for p in room.parked.values()]
-        pages = sum(len(p.message.pages) for p in parked)
-        if (len(parked), pages) != (self.parked, self.parked_pages):
+            if room.state is _S.PARKED and not (room.parked or room.declined):
+                found.append(f"nothing waits in room {room.key}")
+        parked = self._all_parked()
+        pages = sum(p.pages for p in parked)
+        indexed = {p for theirs in self._parked_of.values() for p in theirs}
+        if (len(parked), pages) != (self.parked, self.parked_pages) or set(parked) != indexed:
             found.append("the counts of parked destinations disagree with the table")
         states = [room.state for room in rooms]
         if self.open != states.count(_S.EXPECTED) + states.count(_S.BOUND):
             found.append(f"{self.open} rooms are counted as open")
-        if len(self._closed) != states.count(_S.CLOSED):
+        if len(self._closed) != sum(room.state is _S.CLOSED and not room.holding for room in rooms):
             found.append(f"{len(self._closed)} rooms are counted as closed")
+        return found
+
+    def _all_parked(self) -> list[AnyParked]:
+        found: list[AnyParked] = []
+        for room in self.rooms.values():
+            found += [*room.parked.values(), *room.declined.values()]
         return found
 
     @property
     def timers(self) -> list[DeadlineEntry]:
         """All timers of this table."""
-        rooms = self.rooms.values()
-        return [room.timer for room in rooms] + [p.timer for room in rooms for p in room.parked.values()]
+        rooms = [room.timer for room in self.rooms.values() if room.timer is not None]
+        return rooms + [parked.timer for parked in self._all_parked()]
+
+    _EARLY: ClassVar[Mapping[type, Callable[..., None]]] = {
+        Destination: _destination_of,
+        Declined: _declined,
+        Failed: _peer_ended,
+        Abort: _peer_ended,
+        Gone: _peer_ended,
+    }
 
     TABLE: ClassVar[Mapping[RoomState, Mapping[type, Callable[..., None]]]] = {
-        _S.UNKNOWN: {
-            Destination: _destination_of,
-            Declined: _declined,
-            Failed: _peer_ended,
-            Abort: _peer_ended,
-        },
-        _S.PARKED: {
-            Destination: _destination_of,
-            Declined: _declined,
-            Failed: _peer_ended,
-            Abort: _peer_ended,
-            Gone: _gone,
-        },
-        _S.EXPECTED: {
-            Destination: _destination_of,
-            Declined: _declined,
-            Failed: _peer_ended,
-            Abort: _peer_ended,
-            Gone: _gone,
-        },
-        _S.BOUND: {
-            Destination: _destination_of,
-            Declined: _repeated,
-            Failed: _peer_ended,
-            Abort: _peer_ended,
-            Gone: _gone,
-        },
-        _S.CLOSED: {
-            Destination: _destination_of,
-            Declined: _repeated,
-        },
+        _S.UNKNOWN: _EARLY,
+        _S.PARKED: _EARLY,
+        _S.EXPECTED: _EARLY,
+        _S.BOUND: {**_EARLY, Declined: _repeated},
+        _S.CLOSED: {Destination: _destination_of, Declined: _repeated},
     }

@@ -49,7 +49,7 @@ class Tables:
             found.append("more tombstones than limits.max_transfers")
         if max(self.rooms.open, len(receptions)) > limits.max_transfers:
             found.append("more hand-offs than limits.max_transfers")
-        if self.rooms.parked > limits.max_early_destinations + self.rooms.open:
+        if self.rooms.parked > limits.max_early_destinations:
             found.append("more early destinations than limits.max_early_destinations")
         timers = [m.timer for m in self.machines.values()]
         timers += [e.timer for e in self.ended.values()]

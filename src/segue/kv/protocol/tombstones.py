@@ -39,6 +39,8 @@ class Tombstones:
         self._deadlines = deadlines
         self._counters = counters
         self.ended: dict[TransferId, Tombstone] = {}
+        #: the same by peer, the oldest first
+        self._of: dict[LeaderId, dict[TransferId, None]] = {}
 
     def received(self, event: Received) -> None:
         """A legal message of a peer whose session is up, for a hand-off without a machine."""
@@ -60,9 +62,9 @@ class Tombstones:
     def peer_up(self, peer: LeaderId) -> None:
         """A failure while there was no session must not stay one-way: the peer's half may be waiting,
         or still to come."""
-        for transfer, ended in self.ended.items():
-            other = transfer.decode if self._local.role is Role.PREFILL else transfer.prefill
-            if ended.error is not None and not ended.ended_by_peer and other == peer:
+        for transfer in self._of.get(peer, ()):
+            ended = self.ended[transfer]
+            if ended.error is not None and not ended.ended_by_peer:
                 self._turn.emit(Send(peer, Failed(transfer, ended.error)))
 
     def error_of(self, message: Failed | Abort | Gone, peer: LeaderId) -> ErrorInfo:
@@ -94,17 +96,26 @@ class Tombstones:
 
     def _add(self, transfer: TransferId, tombstone: Tombstone, until: float) -> None:
         """Leave a tombstone until the transfer's deadline, and long enough that what is still under way
-        meets it; the oldest goes when there are too many."""
+        meets it. When there are too many, the oldest goes of the peer that has most: one peer's words cannot
+        displace the tombstones of the others."""
         until = max(until, self._turn.now + self._local.limits.peer_silence_s)
         self._deadlines.cancel(tombstone.timer)
         tombstone.timer = DeadlineEntry(until, lambda _: self._expired(transfer))
         self._deadlines.add(tombstone.timer)
-        if (earlier := self.ended.pop(transfer, None)) is not None:
-            self._deadlines.cancel(earlier.timer)
+        self._expired(transfer)
         self.ended[transfer] = tombstone
+        self._of.setdefault(self._peer_of(transfer), {})[transfer] = None
         if len(self.ended) > self._local.limits.max_transfers:
-            oldest = next(iter(self.ended))
-            self._deadlines.cancel(self.ended.pop(oldest).timer)
+            most = max(self._of, key=lambda peer: len(self._of[peer]))
+            self._expired(next(iter(self._of[most])))
+
+    def _peer_of(self, transfer: TransferId) -> LeaderId:
+        return transfer.decode if self._local.role is Role.PREFILL else transfer.prefill
 
     def _expired(self, transfer: TransferId) -> None:
-        self.ended.pop(transfer, None)
+        if (ended := self.ended.pop(transfer, None)) is not None:
+            self._deadlines.cancel(ended.timer)
+            peer = self._peer_of(transfer)
+            del self._of[peer][transfer]
+            if not self._of[peer]:
+                del self._of[peer]
