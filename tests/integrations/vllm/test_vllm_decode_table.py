@@ -175,6 +175,7 @@ def test_recompute_uses_other_blocks_before_the_release() -> None:
 def test_a_request_that_ends_before_it_has_pages_is_declined() -> None:
     engine = begun()
     engine.abort("r1")
+    assert engine.table.has_work(), "the order waits for a step"
     (decline,) = step(engine)
     assert isinstance(decline, DeclineOrder)
     assert decline.error.code is ErrorCode.ABORTED_BY_CLIENT
@@ -247,7 +248,8 @@ def test_an_id_reaches_vllm_once_and_not_before_its_hand_off_has_ended() -> None
     engine = begun()
     step(engine)
     assert engine.table.results([], (), {"r1", "r2"}).finished_recving == set()
-    assert engine.table.results([HandoffEnded(1)]).finished_recving == {"r1"}
+    assert engine.table.results([HandoffEnded(1)]).finished_recving == set(), "the worker does not name it"
+    assert engine.table.results([], (), {"r1", "r2"}).finished_recving == {"r1"}
     assert engine.table.results([BlocksReleased(1)], (), {"r1"}).finished_recving == set()
 
 

@@ -84,6 +84,34 @@ def test_sequential_a_request_that_ends_otherwise_has_no_room(end: RequestEnd) -
     engine.quiet()
 
 
+@pytest.mark.parametrize(
+    ("blocks", "computed", "end"),
+    [
+        ([1, 2, 3], 9, RequestEnd.LENGTH),
+        ([1, 2], 10, RequestEnd.LENGTH),
+        ([1, 2, 3], 10, RequestEnd.ABORT),
+        ([1, 2, 3], 10, RequestEnd.ERROR),
+    ],
+)
+def test_sequential_a_room_needs_a_whole_prompt_and_a_client(
+    blocks: list[int], computed: int, end: RequestEnd
+) -> None:
+    engine = begun(TO_PREFILL)
+    assert engine.table.finished("r1", blocks, computed, end) == (False, None)
+    assert not engine.table.has_work()
+
+
+def test_sequential_blocks_after_the_prompts_are_not_sent() -> None:
+    engine = prefill_engine()
+    engine.add(request("r1", 10, TO_PREFILL))
+    blocks = engine.pool.allocate(5) or []
+    assert engine.table.finished("r1", blocks, 10, RequestEnd.LENGTH)[1] is not None
+    _, send = engine.table.take_orders()
+    assert isinstance(send, SendOrder)
+    assert send.blocks == blocks[:3]
+    assert engine.table.sizes()["pinned"] == 3
+
+
 def test_sequential_a_preemption_has_nothing_to_undo() -> None:
     engine = begun(TO_PREFILL)
     step(engine, 4)
@@ -149,6 +177,8 @@ def test_concurrent_a_preemption_after_the_last_chunk_leaves_the_hand_off_alone(
     engine.preempt(engine.running.pop())
     engine.table.step([], ["r1"])
     assert engine.table.take_orders() == []
+    engine.complete()
+    assert step(engine) == [], "the prompt is computed again and sent once"
     engine.quiet()
     assert engine.table.outcomes == {"OK": 1}
 
@@ -190,6 +220,16 @@ def test_concurrent_a_hand_off_that_fails_stops_its_chunks_and_not_its_request(r
     engine.quiet()
 
 
+def test_concurrent_a_hand_off_that_has_ended_is_not_aborted() -> None:
+    engine = begun(CONCURRENT)
+    step(engine, 6)
+    engine.worker.end(1, LOST)
+    step(engine, 1)
+    engine.abort("r1")
+    assert engine.table.take_orders() == []
+    engine.quiet()
+
+
 def test_concurrent_a_second_allocation_opens_no_second_room() -> None:
     engine = begun(CONCURRENT)
     step(engine, 4)
@@ -201,7 +241,7 @@ def test_concurrent_a_second_allocation_opens_no_second_room() -> None:
 def test_blocks_that_do_not_hold_the_chunk_abort_the_hand_off() -> None:
     engine = begun(CONCURRENT)
     engine.table.allocated("r1", [], 0)
-    engine.table.step([ScheduledChunk("r1", 0, 10, [1], True)])
+    engine.table.step([ScheduledChunk("r1", 0, 10, [1])])
     assert [type(o) for o in engine.table.take_orders()] == [ExpectOrder, AbortOrder]
 
 

@@ -107,10 +107,14 @@ class PrefillMachine(EngineMachine):
 
 class DecodeMachine(EngineMachine):
     @initialize(
-        depth=st.integers(1, 2), blocks=st.integers(6, 16), policy=st.sampled_from(list(LoadFailurePolicy))
+        depth=st.integers(1, 2),
+        blocks=st.integers(6, 16),
+        policy=st.sampled_from(list(LoadFailurePolicy)),
+        fails_first=st.booleans(),
     )
-    def begin(self, depth: int, blocks: int, policy: LoadFailurePolicy) -> None:
+    def begin(self, depth: int, blocks: int, policy: LoadFailurePolicy, fails_first: bool) -> None:
         self.engine = decode_engine(blocks, policy, depth)
+        self.engine.fails_first = fails_first
 
     @rule(tokens=TOKENS, sequential=st.booleans(), prefix=st.integers(0, 3))
     def arrive(self, tokens: int, sequential: bool, prefix: int) -> None:

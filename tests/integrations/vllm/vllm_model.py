@@ -206,7 +206,8 @@ class ModelWorker:
 
 
 class ModelEngine:
-    """EngineCore with one worker. `depth` steps may be scheduled before the first one has run."""
+    """EngineCore with one worker. `depth` steps may be scheduled before the first one has run. With
+    `fails_first` requests whose load failed end before the connector sees the step's output."""
 
     def __init__(
         self, table: SchedulerTable, pool: ModelPool, policy: LoadFailurePolicy, depth: int = 1
@@ -215,6 +216,7 @@ class ModelEngine:
         self.pool = pool
         self.policy = policy
         self.depth = depth
+        self.fails_first = False
         self.worker = ModelWorker(pool)
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
@@ -314,7 +316,7 @@ class ModelEngine:
         start = request.computed
         new = request.told == 0
         blocks = request.blocks if new else request.blocks[request.told :]
-        told.append(ScheduledChunk(request.spec.request_id, start, count, list(blocks), new))
+        told.append(ScheduledChunk(request.spec.request_id, start, count, list(blocks)))
         request.told = len(request.blocks)
         request.computed += count
         chunks.append((request, start, request.computed, request.life, list(request.blocks)))
@@ -328,6 +330,10 @@ class ModelEngine:
             if current and request.status == "RUNNING" and end == request.tokens:
                 self.finish(request, RequestEnd.LENGTH)
         said, finished, failed = self.worker.take()
+        if self.fails_first and self.policy is LoadFailurePolicy.FAIL:
+            for name in failed:
+                if name in self.requests and self.requests[name].status == "WAITING_FOR_REMOTE_KVS":
+                    self.finish(self.requests[name], RequestEnd.ERROR)
         passed = self.table.results([*said, *lies], set(names), finished | set(names), failed)
         assert not passed.finished_sending
         assert passed.failed_recving <= passed.finished_recving

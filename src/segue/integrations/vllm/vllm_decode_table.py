@@ -52,8 +52,7 @@ class _Load:
     #: vLLM has allocated its blocks, and waits for its id in `finished_recving`
     owed: bool = False
     handoff: int = 0
-    #: the worker has named its id; the hand-off has ended
-    named: bool = False
+    #: the hand-off has ended
     ended: bool = False
     #: the request ended while it was loaded
     gone: bool = False
@@ -170,9 +169,9 @@ class DecodeTable(SchedulerTable):
         if not load.owed:
             del self._loads[request_id]
             self._decline(load, gone)
-        elif not load.gone:
+        else:
             load.gone = True
-            if load.handoff and not load.ended:
+            if load.handoff:
                 self.order(AbortOrder(load.handoff, gone.info))
         return False, None
 
@@ -206,21 +205,16 @@ class DecodeTable(SchedulerTable):
             load.ended, load.error = True, error
 
     def _pass(self, finished: Iterable[str], failed: Iterable[str]) -> PassedIds:
-        """vLLM hears of a request when the worker has named it and its hand-off has ended, whichever comes
-        first. A hand-off that ended with an error is a failure, whatever the worker says."""
+        """vLLM hears of a request when the worker names it and its hand-off has ended; an id that is named
+        before that is dropped. A hand-off that ended with an error is a failure, whatever the worker says."""
         passed = PassedIds()
         failed = set(failed)
         for request_id in {*finished, *failed}:
             load = self._loads.get(request_id)
-            if load is not None and load.owed:
-                load.named = True
-                if request_id in failed and load.error is None:
-                    load.error = Internal("the worker failed the load").info
-        for request_id, load in list(self._loads.items()):
-            if not (load.owed and load.named and load.ended):
+            if load is None or not load.ended:
                 continue
             del self._loads[request_id]
             passed.finished_recving.add(request_id)
-            if load.error is not None and not load.gone:
+            if (load.error is not None or request_id in failed) and not load.gone:
                 passed.failed_recving.add(request_id)
         return passed

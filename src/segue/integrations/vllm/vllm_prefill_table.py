@@ -103,7 +103,8 @@ class PrefillTable(SchedulerTable):
             prompt = self._prompts.get(chunk.request_id)
             if prompt is None or not prompt.handoff or self.is_over(prompt.handoff):
                 continue
-            prompt.blocks = [*(() if chunk.replaces else prompt.blocks), *chunk.blocks]
+            # A prompt that is preempted before its last chunk leaves the table: no blocks are replaced.
+            prompt.blocks += chunk.blocks
             end = min(chunk.computed + chunk.scheduled, prompt.tokens)
             if len(prompt.blocks) < self.block_count(end):
                 self._abort(prompt, Internal(f"vLLM named {len(prompt.blocks)} blocks for {end} tokens"))

@@ -48,13 +48,12 @@ class RequestEnd(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """One request in one step. `computed` tokens have their KV already, `scheduled` more are computed in this
-    step. `blocks` are all blocks of the request if `replaces` (it is new, or resumed), else those added."""
+    step. `blocks` are those that it got since its last chunk (all, if it is new or resumed)."""
 
     request_id: str
     computed: int
     scheduled: int
     blocks: Sequence[int]
-    replaces: bool
 
 
 @dataclass(frozen=True, slots=True)
