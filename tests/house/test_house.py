@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -304,3 +305,11 @@ def test_circle_is_found() -> None:
     }
     edges = rules.module_edges([rules.parse(name, text) for name, text in texts.items()], "lab.sim")
     assert len(rules.cycles(edges)) == 1
+
+
+def test_no_two_test_modules_have_one_name() -> None:
+    """pytest imports them by their file's name alone: of two with one name it refuses the second."""
+    places = Counter(
+        path.name for path in Path(__file__).parents[1].rglob("*.py") if path.name != "conftest.py"
+    )
+    assert [name for name, count in places.items() if count > 1] == []
