@@ -28,6 +28,7 @@ from room_bench import (
 
 from segue.kv.errors import (
     AbortedByClient,
+    BootstrapUnreachable,
     DpRankConflict,
     ErrorCode,
     InvalidRequest,
@@ -657,6 +658,18 @@ def test_rule_8_a_room_that_another_rank_has_registered_fails_with_its_reason_on
     effects = b.tell(events.RoomUnknown(ROOM, conflict))
     assert (b.error().code, b.error().text) == (ErrorCode.DP_RANK_CONFLICT, conflict.text)
     assert refusal(effects).code is ErrorCode.DP_RANK_CONFLICT
+
+
+def test_rule_8_a_registry_that_cannot_be_reached_ends_no_room_that_decode_has_found() -> None:
+    b = Bench()
+    b.expect(announce=True)
+    b.hear(destination())
+    b.tell(events.RoomUnknown(ROOM, BootstrapUnreachable("the registry is away").info))
+    assert b.phases[ROOM][-1].phase is KVPoll.WAITING_FOR_INPUT
+    b = Bench()
+    b.expect(announce=True)
+    b.tell(events.RoomUnknown(ROOM, BootstrapUnreachable("the registry is away").info))
+    assert b.error().code is ErrorCode.BOOTSTRAP_UNREACHABLE
 
 
 def test_rule_8_the_registry_is_asked_once_for_all_that_wait() -> None:

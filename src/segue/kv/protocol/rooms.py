@@ -370,12 +370,15 @@ class Rooms:
             self._turn.emit(Send(waiting.peer, moved))
 
     def unknown(self, event: RoomUnknown) -> None:
-        """The room could not be registered: no decode would find it. Or a question has no answer, and its
-        destination waits until its own deadline; the next one that comes asks again."""
+        """The room could not be registered: no decode would find it, unless one has bound it already. Or a
+        question has no answer, and its destination waits until its own deadline; the next one that comes asks
+        again."""
         room = self.rooms.get(event.key)
-        if room is not None and room.expected is None:
+        if room is None:
+            return
+        if room.expected is None:
             room.asked = False
-        elif room is not None:
+        elif room.machine is None or event.error.code is ErrorCode.DP_RANK_CONFLICT:
             self.end(EndRoom(event.key, event.error))
 
     def _settle(self, room: Room) -> None:
