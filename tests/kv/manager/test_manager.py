@@ -365,7 +365,7 @@ def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
             grown.append(me.memory_info().rss - rss)
         assert_at_rest(prefill)
         assert_at_rest(decode)
-        assert len(os.listdir("/proc/self/fd")) == fds
+        assert len(os.listdir("/proc/self/fd")) <= fds
         assert min(grown) < 2**20, grown
 
 
