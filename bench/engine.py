@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from segue.engine.cpu.cpu_forward import CpuForward, load_engine
-from segue.engine.cpu.cpu_fused import FusedNorm
+from segue.engine.cpu.cpu_products import FusedNorm
 from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.replica_engine import ReplicaEngine
 from segue.engine.request import SamplingParams

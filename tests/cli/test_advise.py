@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from segue.cli.commands import advise_model
-from segue.cli.commands.advise import AdviseReport, MeasuredMachine
+from segue.cli.commands.advise import MeasuredMachine
+from segue.cli.commands.advise_report import AdviseReport
 from segue.cli.main import main
 from segue.kv.errors import ConfigError
 from segue.lab.advise.costs import ForwardWork, RowsPoint, StepTimes, TimedForward, pairs

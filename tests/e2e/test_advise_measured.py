@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from segue.cli.commands.advise import AdviseReport, MeasuredMachine
+from segue.cli.commands.advise import MeasuredMachine
+from segue.cli.commands.advise_report import AdviseReport
 from segue.cli.main import main
 
 

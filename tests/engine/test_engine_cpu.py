@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from segue.engine.cpu.cpu_forward import load_engine
-from segue.engine.cpu.cpu_fused import Head, PlainProduct
+from segue.engine.cpu.cpu_products import Head, PlainProduct
 from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.models.model_fingerprint import fingerprint
 from segue.engine.request import SamplingParams

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(900)
 
 REFUSAL = """
 import torch
-from segue.engine.cpu.cpu_fused import packs_bfloat16
+from segue.engine.cpu.cpu_products import packs_bfloat16
 from segue.engine.cpu.processor import this_processor
 try:
     torch.ops.mkldnn._reorder_linear_weight(torch.ones(64, 64, dtype=torch.bfloat16), None)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from segue.engine.cpu.cpu_fused import packs_bfloat16
+from segue.engine.cpu.cpu_products import packs_bfloat16
 from segue.engine.cpu.processor import processor_of, this_processor
 
 AMX = "flags\t: fpu avx2 avx512f avx512bw avx512_bf16 avx512_fp16 amx_bf16 amx_tile\n"

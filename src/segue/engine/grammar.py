@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segue.engine.grammar_check import GrammarChecker
+from segue.engine.grammar_compile import compile_grammar, make_tokenizer, one_line
 from segue.engine.request import Grammar
 from segue.kv import Internal, InvalidRequest, OutOfCapacity, SegueError
 
@@ -35,31 +36,6 @@ MAX_CACHED_BYTES = 256 * 2**20
 #: Grammars that wait to be compiled, of one tenant and of all.
 MAX_PREPARING = 64
 MAX_PREPARING_IN_ALL = 1024
-#: Items in a row, and items per mask. A schema has four items for each optional property that may follow: 500
-#: such properties need 2,007, and 5,000 to 10,000; a mask then takes 16 ms at most and 2 ms on average. The
-#: dearest schemas that were found take 40 ms.
-_ITEMS_JSON = 3_000, 12_000
-#: The work per token grows with the cube of the items in an ambiguous Lark grammar: 13 ms here.
-_ITEMS_OTHER = 400, 5_000
-
-
-def _limits(kind: str) -> llguidance.LLParserLimits:
-    """Work per grammar, per mask and per token, in llguidance's counts. Schemas with 128 tools, 1,800 enum
-    values or 500 optional properties pass; the library's own limits let a mask take 520 ms."""
-    row, mask = _ITEMS_JSON if kind.startswith("json") else _ITEMS_OTHER
-    return llguidance.LLParserLimits(
-        max_grammar_size=250_000,
-        max_items_in_row=row,
-        step_max_items=mask,
-        step_lexer_fuel=50_000,
-        max_lexer_states=20_000,
-        verbose_errors=False,
-    )
-
-
-#: Bounded white space: a small model otherwise likes to end a JSON text in blanks without end.
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
-_MAX_REASON = 500
 
 
 class GrammarMatcher:
@@ -94,7 +70,7 @@ class GrammarMatcher:
                 return flags
         if self._refused is not None:
             raise InvalidRequest(f"token {self._refused} does not fit the output format")
-        raise InvalidRequest(f"the output format cannot be followed: {_reason(self._matcher.get_error())}")
+        raise InvalidRequest(f"the output format cannot be followed: {one_line(self._matcher.get_error())}")
 
     def accept(self, token: int) -> None:
         """Advance by `token`. If it does not fit, every later `admitted` raises."""
@@ -230,44 +206,3 @@ class GrammarCompiler:
             or sum(size for _, size in self._compiled.values()) > MAX_CACHED_BYTES
         ):
             self._compiled.popitem(last=False)
-
-
-def make_tokenizer(text: str, words: int, eos: list[int]) -> llguidance.LLTokenizer:
-    """llguidance's tokenizer from the text of a tokenizer.json."""
-    return llguidance.LLTokenizer(text, n_vocab=words, eos_token=eos or None)
-
-
-def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llguidance.LLMatcher:
-    """A matcher in its first state. InvalidRequest if `grammar` is not valid or admits nothing."""
-    build = llguidance.LLMatcher
-    try:
-        match grammar.kind:
-            case "json_object":
-                source = build.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
-            case "json_schema":
-                # `true` means {}; the library takes no options for a schema that is no object.
-                text = "{}" if grammar.text.strip() == "true" else grammar.text
-                source = build.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
-            case "regex":
-                source = build.grammar_from_regex(grammar.text)
-            case "lark":
-                source = build.grammar_from_lark(grammar.text)
-    except ValueError as exc:  # text that is not JSON, or not UTF-8
-        raise InvalidRequest(f"The output format ({grammar.kind}) is not valid: {_reason(exc)}") from exc
-    matcher = build(tokenizer, source, log_level=0, limits=_limits(grammar.kind))
-    if matcher.is_error():
-        raise InvalidRequest(
-            f"The output format ({grammar.kind}) is not valid: {_reason(matcher.get_error())}"
-        )
-    first = matcher.deep_copy()
-    if not any(first.compute_bitmask()) or first.is_error():
-        reason = _reason(first.get_error())
-        if "NoExtensionBias" in reason or not reason:
-            reason = "no text satisfies it"
-        raise InvalidRequest(f"The output format ({grammar.kind}) admits no first token: {reason}")
-    return matcher
-
-
-def _reason(text: object) -> str:
-    """The library's message in one line of bounded length."""
-    return " ".join(str(text).split())[:_MAX_REASON]

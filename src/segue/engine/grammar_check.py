@@ -1,6 +1,6 @@
 """Tries a grammar in a process of its own, with a limit on CPU time and on memory.
 
-Counts bound most of llguidance's work (see `engine.grammar`) but not all: a schema with
+Counts bound most of llguidance's work (see `engine.grammar_compile`) but not all: a schema with
 `multipleOf: 999983` took 10 s and 350 MiB, a Lark token with `&` and `~` more than a minute. A thread that
 computes them cannot be ended, a process can. `GrammarChecker` starts one child (`python -m` this module). It
 keeps the tokenizer and forks once for each grammar. The fork compiles it, computes the first mask and says
@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from segue.engine.grammar_compile import compile_grammar, make_tokenizer
 from segue.engine.request import Grammar
 from segue.kv import DECODE_ERRORS, Internal, InvalidRequest, OutOfCapacity
 
@@ -183,8 +184,6 @@ def _memory(field: int) -> int:
 
 def _try(tokenizer: object, grammar: Grammar, cpu_s: float, memory_mib: int) -> dict[str, object]:
     """In a fork: compile `grammar` within the limits."""
-    from segue.engine.grammar import compile_grammar
-
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -218,7 +217,6 @@ def _try(tokenizer: object, grammar: Grammar, cpu_s: float, memory_mib: int) -> 
 
 def main(questions: IO[bytes], answers: IO[bytes]) -> None:
     """Answer one line with one line, until there are no more."""
-    from segue.engine.grammar import make_tokenizer
 
     def say(answer: dict[str, object]) -> None:
         answers.write(json.dumps(answer).encode() + b"\n")

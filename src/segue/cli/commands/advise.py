@@ -13,11 +13,12 @@ import msgspec
 from segue import __version__
 from segue.cli.commands import advise_model, models
 from segue.cli.commands.advise_flags import AdviseConfig, config_of, wire_of
+from segue.cli.commands.advise_report import UNLIMITED_TOKENS, AdviseReport, WireRow
 from segue.cli.extras import need
 from segue.cli.terminal import terminal
 from segue.engine.cpu.processor import AUTO, this_processor
 from segue.kv import DECODE_ERRORS, ConfigError
-from segue.lab.advise.advice import Advice, Question, advise
+from segue.lab.advise.advice import Question, advise
 from segue.lab.advise.costs import (
     Hardware,
     ModelCosts,
@@ -29,9 +30,6 @@ from segue.lab.advise.costs import (
 )
 from segue.lab.advise.queues import HandOffWire, WorkerKind, hand_off_times
 from segue.lab.advise.workload import AskedLoad, LatencyTargets, Lengths
-
-#: Room for KV where no limit was given.
-UNLIMITED_TOKENS = 2**40
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,31 +44,6 @@ class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     forwards: tuple[TimedForward, ...]
     wires: tuple[HandOffWire, ...]
-
-
-class WireRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Handing over the mean prompt by one transport: milliseconds in all, and after the last forward."""
-
-    name: str
-    gb_per_s: float
-    wire_ms: float
-    exposed_ms: float
-
-
-class AdviseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All that `segue advise` says; `--json` writes it. `fit_error`: the largest part by which the
-    calculation misses a measured forward; None without a measurement."""
-
-    version: str
-    command: str
-    model: str
-    steps: StepTimes
-    fit_error: float | None
-    kv_bytes_per_request: float
-    wires: tuple[WireRow, ...]
-    transport: str
-    question: Question
-    advice: Advice
 
 
 class _WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):

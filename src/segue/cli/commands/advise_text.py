@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from segue.cli.commands.advise import UNLIMITED_TOKENS, AdviseReport
+from segue.cli.commands.advise_report import UNLIMITED_TOKENS, AdviseReport
 from segue.cli.terminal import Console
 from segue.lab.advise.advice import Advice, SplitResult
 from segue.lab.advise.workload import LatencyTargets

@@ -12,8 +12,9 @@ from torch import nn
 
 from segue.engine.cpu.cpu_attention import StepContext
 from segue.engine.cpu.cpu_context import OtherRows
-from segue.engine.cpu.cpu_fused import Head, fuse
+from segue.engine.cpu.cpu_fused import fuse
 from segue.engine.cpu.cpu_kernels import Kernels, make_kernels
+from segue.engine.cpu.cpu_products import Head
 from segue.engine.engine_api import HostPages
 from segue.engine.forward import Stored
 from segue.engine.kvpool import HostKV, KVPool, make_pool

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.engine.cpu.cpu_attention import StepContext
-from segue.engine.cpu.cpu_fused import FeedForward, ProductMaker
+from segue.engine.cpu.cpu_products import FeedForward, ProductMaker
 
 
 class StateLayer(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from segue.engine.cpu.cpu_attention import StepContext
-from segue.engine.cpu.cpu_fused import FeedForward, FusedNorm, Product, ProductMaker
+from segue.engine.cpu.cpu_products import FeedForward, FusedNorm, Product, ProductMaker
 from segue.engine.models.model_loading import LoadedModel
 
 
