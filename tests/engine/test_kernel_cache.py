@@ -167,8 +167,8 @@ def test_another_processor_version_or_source_takes_none_of_them(
 
 
 def test_two_processors_share_a_cache_folder(script: Script, tmp_path: Path) -> None:
-    """As two hosts do that have one home directory. Both are named: this processor may itself be called generic,
-    as it is where the tests run with the variables of a processor without AVX."""
+    """As two hosts do that have one home directory. Both are named: the variables of a processor without AVX
+    call this one generic."""
     processors = [{"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": has} for has in ("", "+sse3")]
     for counted in ("compiled=1 from_cache=0", "compiled=0 from_cache=1"):
         for processor in processors:
