@@ -26,6 +26,8 @@ SPAN = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 CODE_HEADING = re.compile(r"^### `([A-Z_]+)` *$", re.MULTILINE)
+#: A folder of this repository.
+FOLDER = re.compile(r"`((?:src|tests|bench|docs|tools|examples)/[\w/-]*)`")
 #: A path with a folder in it. Files of models and results that a command writes have none, or another ending.
 FILE = re.compile(r"(?<![\w./…~-])((?:[\w-]+/)+[\w.-]+\.(?:py|md|txt|json))\b")
 
@@ -62,10 +64,13 @@ def page_faults(name: str, text: str) -> list[str]:
 
 
 def path_faults(page: str, text: str) -> list[str]:
-    """Files of ours that `text` names and that are not there (from the root, or below `src/segue`)."""
+    """Files and folders of ours that `text` names and that do not exist (from the root; files also below
+    `src/segue`)."""
+    folders = {name for name in FOLDER.findall(FENCE.sub("", text)) if not (ROOT / name).exists()}
     named = {path for span in [*SPAN.findall(text), *FENCE.findall(text)] for path in FILE.findall(span)}
     roots = (ROOT, ROOT / "src" / "segue", ROOT / "docs")
-    return sorted(f"{page}: {n} does not exist" for n in named if not any((r / n).exists() for r in roots))
+    missing = {n for n in named if not any((r / n).exists() for r in roots)}
+    return sorted(f"{page}: {n} does not exist" for n in missing | folders)
 
 
 def commands(text: str) -> list[tuple[list[str], bool]]:
@@ -213,7 +218,10 @@ def test_broken_links_are_found() -> None:
 
 def test_files_that_are_gone_are_found() -> None:
     assert path_faults("p", "`kv/errors.py` `docs/http.md` ```\n.venv/bin/python bench/serve.py\n```") == []
-    assert path_faults("p", "`core/gone.py`") == ["p: core/gone.py does not exist"]
+    assert path_faults("p", "`core/gone.py` `src/segue/kv/` `src/segue/gone/`") == [
+        "p: core/gone.py does not exist",
+        "p: src/segue/gone/ does not exist",
+    ]
 
 
 def test_commands_that_do_not_exist_are_found() -> None:
