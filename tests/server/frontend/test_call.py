@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import selectors
 import weakref
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -12,10 +15,30 @@ import pytest
 from conftest import Wire, cycle_over
 from segue.kv.errors import AbortedByClient, Internal, OutOfCapacity, RequestTooLarge, SegueError
 from segue.server.frontend.http_call import HttpCall
-from segue.server.frontend.request_memory import SMALL_BYTES, MemoryBudget, RequestMemory
+from segue.server.frontend.request_memory import LARGE_BYTES_PER_S, SMALL_BYTES, MemoryBudget, RequestMemory
 from segue.server.http.http_exchange import EXCHANGE, HttpExchange
 
 PIECES = [b"x" * 6, b"y" * 6, b"z" * 6]
+
+
+class VirtualTime(selectors.DefaultSelector):
+    """Waits by moving the clock of its loop; each round takes a millisecond."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now += max(timeout or 0.0, 0.001)
+        return super().select(0)
+
+
+def in_virtual_time(main: Coroutine[Any, Any, None]) -> float:
+    """Runs `main`; how many seconds it took."""
+    selector = VirtualTime()
+    loop = asyncio.SelectorEventLoop(selector)
+    loop.time = lambda: selector.now  # type: ignore[method-assign]
+    with contextlib.closing(loop):
+        loop.run_until_complete(main)
+    return selector.now
 
 
 def called(exchange: HttpExchange, receive: Any = None) -> HttpCall:
@@ -105,10 +128,48 @@ def test_of_all_large_bodies_one_piece_is_taken_in_a_round_of_the_loop() -> None
             most, before = max(most, taken - before), taken
         assert {len(await task) for task in bodies} == {pieces * len(piece)}
 
-    asyncio.run(main())
+    seconds = in_virtual_time(main())
     assert taken == clients * pieces
+    assert seconds >= (taken - clients) * len(piece) / LARGE_BYTES_PER_S - 1, "they are paced"
     assert most <= 2, "the small beginning of a body, and one piece"
     assert rounds >= clients * (pieces - 2)
+
+
+@pytest.mark.parametrize("length_is_said", [True, False])
+def test_large_bodies_come_in_at_a_pace_and_the_one_with_the_least_to_come_first(
+    length_is_said: bool,
+) -> None:
+    """A client with bodies of the greatest size does not hold up an ordinary long prompt."""
+    piece, largest, whole = b"x" * SMALL_BYTES, 2**23, list[int]()
+    budget = MemoryBudget(2**30)
+
+    async def body(nbytes: int) -> None:
+        left = nbytes
+
+        async def receive() -> dict[str, Any]:
+            nonlocal left
+            left -= len(piece)
+            return {"type": "http.request", "body": piece, "more_body": left > 0}
+
+        headers = [(b"content-length", b"%d" % nbytes)] if length_is_said else []
+        call = HttpCall({"headers": headers, EXCHANGE: lambda: HttpExchange(cycle_over(Wire()))}, receive)
+        await call.body(largest, RequestMemory(budget), timeout_s=60)
+        whole.append(nbytes)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(20):
+                group.create_task(body(largest))
+            given_up = group.create_task(body(largest))
+            await asyncio.sleep(0.1)
+            given_up.cancel()
+            group.create_task(body(largest // 16))
+
+    seconds = in_virtual_time(main())
+    assert seconds == pytest.approx(20 * largest / LARGE_BYTES_PER_S, rel=0.2)
+    assert sorted(whole) == [largest // 16, *[largest] * 20]
+    if length_is_said:
+        assert whole.index(largest // 16) <= 1, "at most the one that was nearly whole comes before it"
 
 
 def test_a_call_that_is_over_leaves_nothing_to_the_garbage_collector() -> None:

@@ -91,7 +91,8 @@ class HttpCall:
 
     async def _received(self, limit_bytes: int, held: RequestMemory, timeout_s: float) -> bytes:
         pieces: list[bytes] = []
-        seen = 0
+        seen, said = 0, self.header(b"content-length")
+        whole_bytes = limit_bytes if said is None else int(said)
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -110,7 +111,7 @@ class HttpCall:
                     if not message.get("more_body", False) or seen > 8 * limit_bytes:
                         break
                     if seen > SMALL_BYTES:
-                        await held.turn()
+                        await held.turn(len(piece), whole_bytes - seen)
         except TimeoutError:
             raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
         if seen > limit_bytes:

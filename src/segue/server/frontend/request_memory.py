@@ -8,6 +8,8 @@ needs more is refused (429), and no other.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from typing import Final
 
 from segue.kv import OutOfCapacity, RequestTooLarge
@@ -28,6 +30,11 @@ _SLOW: Final = 8
 _SLICE: Final = 64 * 2**10
 
 
+#: Bytes of large bodies that are received in a second, after `BURST_BYTES` at once. A MiB costs 2 to 3 ms of
+#: CPU until it is decoded, most of it with the interpreter's lock.
+LARGE_BYTES_PER_S: Final = 64 * 2**20
+BURST_BYTES: Final = 4 * 2**20
+
 #: The least that a server's requests may keep.
 MIN_BUDGET: Final = 256 * 2**20
 #: A request that keeps no more than this is small, and an eighth of the budget is for small ones alone:
@@ -36,19 +43,41 @@ SMALL_BYTES: Final = 64 * 2**10
 
 
 class MemoryBudget:
-    """Bytes that requests keep at one time."""
+    """Bytes that requests keep at one time, and the pace at which large bodies arrive."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self._turn = asyncio.Lock()
+        #: Bodies whose last piece is not counted yet: bytes to come, a number, bytes of the piece, its turn.
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._paced_until_s = 0.0
 
-    async def turn(self) -> None:
-        """Until it is this body's turn to be read on. In one round of the event loop one large body gets
-        one piece: what else the loop has to do, tokens of streams among it, waits for that piece alone and
-        not for one of each connection."""
-        async with self._turn:
-            await asyncio.sleep(0)
+    async def turn(self, nbytes: int, left_bytes: int) -> None:
+        """Until a body that has `left_bytes` to come is to be read on after a piece of `nbytes`.
+
+        In one round of the event loop one large body gets one piece, and all of them together
+        `LARGE_BYTES_PER_S`: tokens of streams wait for that piece alone. The body that has the least to come
+        goes first: a client with many bodies of the greatest size holds up nobody else's, and one of them is
+        whole before the others take memory.
+        """
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        heapq.heappush(self._waiting, (left_bytes, next(self._numbers), nbytes, turn))
+        if len(self._waiting) == 1:
+            self._schedule(loop)
+        await turn
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_at(self._paced_until_s - BURST_BYTES / LARGE_BYTES_PER_S, self._next, loop)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        *_, nbytes, turn = heapq.heappop(self._waiting)
+        if not turn.done():
+            self._paced_until_s = max(loop.time(), self._paced_until_s) + nbytes / LARGE_BYTES_PER_S
+            turn.set_result(None)
+        if self._waiting:
+            self._schedule(loop)
 
     def take(self, nbytes: int, *, small: bool) -> None:
         """Count `nbytes` more. Raises OutOfCapacity if they do not fit."""
@@ -75,9 +104,9 @@ class RequestMemory:
         self._budget.take(nbytes, small=self.nbytes + nbytes <= SMALL_BYTES)
         self.nbytes += nbytes
 
-    async def turn(self) -> None:
+    async def turn(self, nbytes: int, left_bytes: int) -> None:
         """As `MemoryBudget.turn`."""
-        await self._budget.turn()
+        await self._budget.turn(nbytes, left_bytes)
 
     def set(self, nbytes: int) -> None:
         """Keep `nbytes` in all from now on. Raises OutOfCapacity."""
