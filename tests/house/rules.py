@@ -68,7 +68,6 @@ SIDE_MAY_BE_IMPORTED_BY = {
 }
 
 PURE = {
-    "integrations.vllm",
     "kv.base",
     "kv.layout",
     "kv.protocol",
@@ -82,6 +81,19 @@ PURE = {
 PURE_MODULES = {
     *(f"segue.engine.{name}" for name in ("kv_events", "model_names", "parallel", "pool_size", "request")),
     *(f"segue.server.fleet.{name}" for name in ("fleet_settings", "replica", "router")),
+    *(
+        f"segue.integrations.vllm.vllm_{name}"
+        for name in (
+            "claim",
+            "decode_table",
+            "orders",
+            "params",
+            "pins",
+            "prefill_table",
+            "settings",
+            "table",
+        )
+    ),
 }
 
 #: What a pure package must not touch: sockets, threads, clocks, files, processes, torch, HTTP.

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from segue.kv.ranks.rank_worker import RankWorker as RankWorker
     from segue.kv.ranks.worker_rank import WorkerRank as WorkerRank
     from segue.kv.room_queries import RoomRegistry as RoomRegistry
+    from segue.kv.session.tasks import background as background
     from segue.kv.session.tls import Tls as Tls
     from segue.kv.session.tls import load_tls as load_tls
     from segue.kv.torch_group import TorchGroup as TorchGroup
@@ -161,6 +162,7 @@ _MODULE_OF = {
         "segue.kv.ranks.rank_worker": "RankWorker",
         "segue.kv.ranks.worker_rank": "WorkerRank",
         "segue.kv.room_queries": "RoomRegistry",
+        "segue.kv.session.tasks": "background",
         "segue.kv.session.tls": "Tls load_tls",
         "segue.kv.torch_group": "TorchGroup",
         "segue.kv.transport.kinds": "AUTO_TRANSPORT KINDS USABLE",

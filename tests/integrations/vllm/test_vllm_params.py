@@ -16,8 +16,8 @@ from segue.integrations.vllm.vllm_params import (
     parse_params,
     room_of,
 )
-from segue.integrations.vllm.vllm_settings import EngineFacts, PeerPolicy, check_engine, parse_settings
-from segue.kv import ConfigError, InvalidRequest, Role, Unauthorized
+from segue.integrations.vllm.vllm_settings import PeerPolicy, parse_settings
+from segue.kv import ConfigError, InvalidRequest, Unauthorized
 
 
 def test_the_toy_proxys_params_open_a_room_of_prefills_own() -> None:
@@ -192,28 +192,6 @@ def test_settings_have_defaults_and_take_all_keys() -> None:
 def test_a_wrong_setting_is_refused_by_name(extra: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_settings(extra)
-
-
-def test_the_role_of_an_engine() -> None:
-    assert check_engine(EngineFacts(kv_role="kv_producer")) is Role.PREFILL
-    assert check_engine(EngineFacts(kv_role="kv_consumer", draft_method="ngram")) is Role.DECODE
-
-
-@pytest.mark.parametrize(
-    ("facts", "named"),
-    [
-        ({"kv_role": "kv_both"}, "kv_both"),
-        ({"kv_role": "other"}, "other"),
-        ({"kv_dtype": "fp8_e4m3"}, "fp8_e4m3"),
-        ({"kv_cache_groups": 2}, "2 KV cache groups"),
-        ({"pipeline_stages": 2}, "--pipeline-parallel-size 2"),
-        ({"draft_method": "eagle3"}, "eagle3"),
-        ({"weight_updates": True}, "weight updates"),
-    ],
-)
-def test_an_engine_whose_kv_is_not_whole_is_refused_at_the_start(facts: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        check_engine(EngineFacts(**{"kv_role": "kv_producer", **facts}))
 
 
 @pytest.mark.parametrize(

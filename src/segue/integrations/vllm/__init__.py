@@ -1,8 +1,27 @@
-"""vLLM: the scheduler side of a KV connector, as pure tables. The worker side does not exist yet: vLLM cannot
-load this package as a connector.
+"""vLLM: a KV connector over `segue.kv` (docs/vllm.md). vLLM loads it by `kv_connector_module_path`.
 
-`vllm_settings` checks what vLLM was started with, `vllm_params` reads and writes `kv_transfer_params`,
-`vllm_claim` digests what must be equal on both sides, `vllm_orders` has what travels between the scheduler
-and the worker side, `vllm_pins` keeps blocks from being used again. `vllm_table` has what both roles share;
-`vllm_prefill_table` and `vllm_decode_table` decide.
+`vllm_connector` is the class that vLLM makes, and the one module that imports vLLM. The scheduler side is
+pure: `vllm_settings` checks what vLLM was started with, `vllm_params` reads and writes `kv_transfer_params`,
+`vllm_claim` digests what must be equal on both sides, `vllm_orders` has what travels between the two sides,
+`vllm_pins` keeps blocks from being used again. `vllm_table` has what both roles share; `vllm_prefill_table`
+and `vllm_decode_table` decide. The worker side is `vllm_worker` over the memory of `vllm_memory` and
+`vllm_shared_pool`. `vllm_facts` reads vLLM's objects.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from segue.integrations.vllm.vllm_connector import SegueConnector as SegueConnector
+
+__all__ = ["SegueConnector"]
+
+
+def __getattr__(name: str) -> object:
+    # The tables are used without vLLM, too.
+    if name != "SegueConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from segue.integrations.vllm.vllm_connector import SegueConnector
+
+    return SegueConnector

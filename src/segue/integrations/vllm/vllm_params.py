@@ -18,7 +18,8 @@ import msgspec
 
 from segue.kv import MAX_ROOM, Incarnation, InvalidRequest, LeaderId, Unauthorized
 
-#: Fields that other connectors and routers use. Decode does not need them; their values are ignored.
+#: Fields that other connectors, routers and vLLM itself use (vLLM adds `remote_prefill_cached_tokens` to each
+#: answer of prefill). Decode does not need them; their values are ignored.
 IGNORED = frozenset(
     {
         "remote_block_ids",
@@ -31,6 +32,8 @@ IGNORED = frozenset(
         "remote_num_tokens",
         "remote_blocks_expiry_time",
         "transfer_mode",
+        "remote_prefill_cached_tokens",
+        "prompt_token_ids",
     }
 )
 _ROOM_DOMAIN = b"segue vllm room 1"

@@ -12,6 +12,8 @@ import msgspec
 
 from segue.kv import ChecksumMode, ConfigError, Role
 
+#: Methods of speculative decoding that keep no KV beside the model's.
+_DRAFTS_WITHOUT_KV = {"", "ngram", "ngram_gpu", "suffix"}
 _LOOPBACK_NAMES = {"localhost", "localhost.localdomain"}
 
 
@@ -80,15 +82,20 @@ def parse_settings(extra: Mapping[str, object] | None) -> ConnectorSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """What the connector must know of vLLM's configuration to start: `kv_role`, the KV cache's dtype, the
-    number of KV cache groups and of pipeline stages, the draft model's method, and whether weights may be
-    replaced at run time."""
+    device, the number of KV cache groups and of each kind of parallel ranks, the method of speculative
+    decoding, and whether weights may be replaced at run time or memory given back (sleep mode)."""
 
     kv_role: str
     kv_dtype: str = "auto"
+    device: str = "cpu"
     kv_cache_groups: int = 1
     pipeline_stages: int = 1
+    tensor_ranks: int = 1
+    data_ranks: int = 1
+    context_ranks: int = 1
     draft_method: str = ""
     weight_updates: bool = False
+    sleep_mode: bool = False
 
 
 def check_engine(facts: EngineFacts) -> Role:
@@ -105,14 +112,22 @@ def check_engine(facts: EngineFacts) -> Role:
             facts.kv_dtype.startswith("fp8"),
             f"--kv-cache-dtype {facts.kv_dtype}: its scales are not in the KV",
         ),
+        (facts.device != "cpu", f"the device {facts.device}: it was written for and run on CPUs alone"),
         (facts.kv_cache_groups != 1, f"{facts.kv_cache_groups} KV cache groups (hybrid models)"),
         (facts.pipeline_stages != 1, f"--pipeline-parallel-size {facts.pipeline_stages}"),
-        ("eagle" in facts.draft_method or "mtp" in facts.draft_method, f"draft method {facts.draft_method}"),
+        (facts.tensor_ranks != 1, f"--tensor-parallel-size {facts.tensor_ranks}"),
+        (facts.data_ranks != 1, f"--data-parallel-size {facts.data_ranks}"),
+        (facts.context_ranks != 1, "context parallelism"),
+        (
+            facts.draft_method not in _DRAFTS_WITHOUT_KV,
+            f"speculative decoding by {facts.draft_method}, whose layers have KV of their own",
+        ),
         (facts.weight_updates, "weight updates at run time"),
+        (facts.sleep_mode, "--enable-sleep-mode"),
     ]
     for wrong, what in refused:
         if wrong:
-            raise ConfigError(f"the segue connector does not support {what}; start vLLM without it")
+            raise ConfigError(f"the segue connector does not support {what}")
     return Role.PREFILL if facts.kv_role == "kv_producer" else Role.DECODE
 
 

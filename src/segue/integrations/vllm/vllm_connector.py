@@ -1,0 +1,263 @@
+"""`SegueConnector`: vLLM's connector class of both roles. The one module that imports vLLM.
+
+vLLM makes two objects of it. The scheduler's turns vLLM's calls into a table's (`vllm_table`) and carries its
+orders to the worker in each step's metadata; the worker's gives them to a `WorkerSide` and carries its
+reports back.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+
+from segue.integrations.vllm.vllm_claim import ModelFacts
+from segue.integrations.vllm.vllm_decode_table import DecodeTable
+from segue.integrations.vllm.vllm_facts import (
+    cache_facts,
+    chunks_of,
+    end_of,
+    engine_facts,
+    request_of,
+    weights_fingerprint,
+)
+from segue.integrations.vllm.vllm_memory import cache_pool
+from segue.integrations.vllm.vllm_orders import Report, decode_orders, decode_reports, encode
+from segue.integrations.vllm.vllm_params import PeerAddress
+from segue.integrations.vllm.vllm_prefill_table import PrefillTable
+from segue.integrations.vllm.vllm_settings import LoadFailurePolicy, check_engine, parse_settings
+from segue.integrations.vllm.vllm_shared_pool import SharedPoolMode
+from segue.integrations.vllm.vllm_table import SchedulerTable
+from segue.integrations.vllm.vllm_worker import WorkerSide
+from segue.kv import ConfigError, Incarnation, Internal, LeaderId, Role, model_identity
+
+log = logging.getLogger("segue.vllm")
+
+
+@dataclass
+class SegueMetadata(KVConnectorMetadata):
+    """The scheduler side's orders for one step, encoded."""
+
+    orders: bytes
+
+
+@dataclass
+class SegueReports(KVConnectorWorkerMetadata):
+    """The worker side's reports of one step, encoded."""
+
+    reports: bytes
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """One worker reports; there is nothing to add up."""
+        raise Internal("two workers report hand-offs")
+
+
+@dataclass
+class SegueHandshake(KVConnectorHandshakeMetadata):
+    """Where decode reaches a worker."""
+
+    incarnation: str
+    dp_rank: int
+    host: str
+    port: int
+
+
+class SegueConnector(KVConnectorBase_V1):
+    """Hands KV from a vLLM with `kv_role` kv_producer to one with kv_consumer. See docs/vllm.md.
+
+    Raises ConfigError at the start for a configuration that is not supported.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm()
+        transfer = vllm_config.kv_transfer_config
+        self._segue_role = check_engine(engine_facts(vllm_config, kv_cache_config))
+        self._settings = parse_settings(transfer.kv_connector_extra_config)
+        self._secret = _read_secret(self._settings.secret_file)
+        self._weights = weights_fingerprint(
+            vllm_config.model_config, str(vllm_config.load_config.load_format)
+        )
+        self._policy = LoadFailurePolicy(transfer.kv_load_failure_policy)
+        self._table: SchedulerTable | None = None
+        self._worker: WorkerSide | None = None
+        self._shared = SharedPoolMode()
+        self._reports: list[Report] = []
+
+    # ---- scheduler side ----------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Make the table: it pins blocks of this pool."""
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        model = ModelFacts(self._weights, str(spec.dtype))
+        if self._segue_role is Role.PREFILL:
+            self._table = PrefillTable(model, gpu_block_pool, spec.block_size, self._settings, self._secret)
+        else:
+            self._table = DecodeTable(
+                model, gpu_block_pool, spec.block_size, self._settings, self._secret, policy=self._policy
+            )
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The worker's address, for prefill's answers."""
+        for found in metadata.values():
+            if isinstance(found, SegueHandshake) and isinstance(self._table, PrefillTable):
+                leader = LeaderId(Incarnation(found.incarnation), found.dp_rank)
+                self._table.address = PeerAddress(leader, found.host, found.port)
+
+    def on_new_request(self, request: Any) -> None:
+        """See KVConnectorBase_V1."""
+        self._scheduler.new_request(request_of(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See KVConnectorBase_V1."""
+        return self._scheduler.matched(request.request_id, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """The only group: none of its blocks may be zeroed while prefill writes into them."""
+        return (0,)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See KVConnectorBase_V1."""
+        self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The orders for this step."""
+        table = self._scheduler
+        table.step(chunks_of(scheduler_output), scheduler_output.preempted_req_ids or ())
+        for warning in table.take_warnings():
+            log.warning("%s", warning)
+        return SegueMetadata(encode(table.take_orders()))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Hear the worker's reports, and leave in the output only ids that vLLM waits for."""
+        found = connector_output.kv_connector_worker_meta
+        reports = decode_reports(found.reports) if isinstance(found, SegueReports) else []
+        passed = self._scheduler.results(
+            reports,
+            connector_output.finished_sending or (),
+            connector_output.finished_recving or (),
+            connector_output.failed_recving or (),
+        )
+        connector_output.finished_sending = passed.finished_sending
+        connector_output.finished_recving = passed.finished_recving
+        connector_output.failed_recving = passed.failed_recving
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See KVConnectorBase_V1."""
+        return self._scheduler.finished(
+            request.request_id, block_ids, request.num_computed_tokens, end_of(request)
+        )
+
+    def has_pending_push_work(self) -> bool:
+        """Orders and reports travel in steps."""
+        return self._scheduler.has_work()
+
+    @property
+    def _scheduler(self) -> SchedulerTable:
+        if self._table is None:
+            raise Internal("vLLM did not bind its block pool: this version of vLLM is not known")
+        return self._table
+
+    # ---- worker side -------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """A context in which the KV cache is allocated where `shm` can map it."""
+        wanted = self._settings.transport
+        return self._shared if not wanted or "shm" in wanted else None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Start to listen: the memory is known."""
+        if not kv_caches:
+            raise ConfigError("the model has no KV cache to hand over")
+        facts = cache_facts(self._vllm_config, self._kv_cache_config, next(iter(kv_caches)))
+        pool = cache_pool(kv_caches, facts, self._shared.memory)
+        identity = model_identity(self._weights, facts.dtype)
+        self._worker = WorkerSide(self._segue_role, self._settings, self._secret, identity, pool)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Where decode reaches this worker."""
+        address = self._hands.address
+        return SegueHandshake(address.incarnation, address.dp_rank, address.host, address.port)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Carry out this step's orders, before its forward: vLLM calls `start_load_kv` after it."""
+        super().bind_connector_metadata(connector_metadata)
+        if not isinstance(connector_metadata, SegueMetadata):
+            raise Internal(f"metadata of another connector: {type(connector_metadata).__name__}")
+        self._hands.begin_step(decode_orders(connector_metadata.orders))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: loads began in `bind_connector_metadata`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: vLLM computes with KV of a peer only after its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: chunks are sent in `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        """The step's KV is complete: send its chunks."""
+        self._hands.end_forward()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See KVConnectorBase_V1."""
+        results = self._hands.take_results()
+        self._reports = results.reports
+        return KVConnectorTransferResults(
+            finished_recving=results.finished_recving, failed_recving=results.failed_recving
+        )
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """The reports that belong to the last `get_transfer_results`."""
+        reports, self._reports = self._reports, []
+        return SegueReports(encode(reports)) if reports else None
+
+    def sizes(self) -> dict[str, int]:
+        """The number of entries of every table of this side, for leak checks: all 0 at rest."""
+        held = {} if self._table is None else self._table.sizes()
+        return held if self._worker is None else {**held, **self._worker.sizes()}
+
+    def shutdown(self) -> None:
+        """End sessions and threads."""
+        if self._worker is not None:
+            self._worker.close()
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: the pool is registered once. vLLM asks from 0.33.0 on."""
+        return False
+
+    @property
+    def _hands(self) -> WorkerSide:
+        if self._worker is None:
+            raise Internal("vLLM did not register its KV cache: this version of vLLM is not known")
+        return self._worker
+
+
+def _read_secret(path: str) -> bytes:
+    if not path:
+        return b""
+    try:
+        return Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"secret_file {path}: {error.strerror}") from None
+
+
+def _log_as_vllm() -> None:
+    """Write segue's log where vLLM's is written: vLLM gives handlers to its own logger alone."""
+    own, theirs = logging.getLogger("segue"), logging.getLogger("vllm")
+    if not own.handlers:
+        for handler in theirs.handlers:
+            own.addHandler(handler)
+        own.setLevel(theirs.level or logging.INFO)

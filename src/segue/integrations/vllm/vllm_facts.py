@@ -1,0 +1,160 @@
+"""What the connector reads from vLLM's objects, by their attributes alone: nothing of vLLM is imported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from segue.integrations.vllm.vllm_claim import EngineRequest, Media
+from segue.integrations.vllm.vllm_memory import CacheFacts
+from segue.integrations.vllm.vllm_settings import EngineFacts
+from segue.integrations.vllm.vllm_table import RequestEnd, ScheduledChunk
+from segue.kv import ConfigError
+
+log = logging.getLogger("segue.vllm")
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+#: Of each file of weights so many samples of so many bytes are hashed, evenly spread: to read all of a large
+#: model would cost minutes at each start.
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def engine_facts(config: Any, caches: Any) -> EngineFacts:
+    """What `check_engine` judges, of vLLM's `VllmConfig` and `KVCacheConfig`."""
+    parallel, speculative = config.parallel_config, config.speculative_config
+    return EngineFacts(
+        kv_role=str(config.kv_transfer_config.kv_role),
+        kv_dtype=str(config.cache_config.cache_dtype),
+        device=str(config.device_config.device_type),
+        kv_cache_groups=len(caches.kv_cache_groups),
+        pipeline_stages=parallel.pipeline_parallel_size,
+        tensor_ranks=parallel.tensor_parallel_size,
+        data_ranks=parallel.data_parallel_size,
+        context_ranks=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
+        draft_method=str(speculative.method) if speculative is not None else "",
+        weight_updates=config.weight_transfer_config is not None,
+        sleep_mode=bool(config.model_config.enable_sleep_mode),
+    )
+
+
+def cache_facts(config: Any, caches: Any, first_layer: str) -> CacheFacts:
+    """vLLM's KV cache as it is laid out here. Raises ConfigError for a layer that does not say how."""
+    spec = caches.kv_cache_groups[0].kv_cache_spec
+    layer = config.compilation_config.static_forward_context[first_layer]
+    backend = str(layer.get_attn_backend().get_name())
+    isa = str(getattr(layer, "isa", ""))
+    if backend == "CPU_ATTN" and not isa:
+        raise ConfigError("CPU_ATTN does not say how it packs the KV: this version of vLLM is not known")
+    return CacheFacts(
+        backend=backend,
+        blocks=caches.num_blocks,
+        block_size=spec.block_size,
+        head_size=spec.head_size,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        isa=isa,
+    )
+
+
+def weights_fingerprint(model: Any, load_format: str) -> str:
+    """A digest of a `ModelConfig`: the model's configuration, and samples of each file of its weights.
+
+    Weights that are not in files here are identified by the name, revision and seed that vLLM loads them by.
+    """
+    digest = hashlib.blake2b(b"segue vllm weights 1\0", digest_size=16)
+
+    def add(*fields: object) -> None:
+        digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
+
+    configuration = dict(model.hf_config.to_dict())
+    # The same weights may lie in another folder on the other host, and other releases add their version.
+    for name in ("_name_or_path", "transformers_version"):
+        configuration.pop(name, None)
+    add(configuration, str(model.quantization))
+    folder = None if load_format == "dummy" else _folder(model)
+    files = [] if folder is None else sorted(p for kind in _WEIGHT_FILES for p in folder.glob(kind))
+    if not files:
+        if load_format != "dummy":
+            log.warning("no files with weights of %s were found: its name stands for them", model.model)
+        add(str(model.model), str(model.revision), load_format, model.seed)
+    for file in files:
+        add(file.name, file.stat().st_size)
+        for sample in _samples(file):
+            digest.update(sample)
+    return digest.hexdigest()
+
+
+def _folder(model: Any) -> Path | None:
+    if os.path.isdir(model.model):
+        return Path(model.model)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    except ValueError:
+        return None  # no name of the hub: an address of a bucket, for example
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _samples(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        for i in range(_SAMPLES):
+            content.seek(max(0, (size - _SAMPLE_BYTES) * i // (_SAMPLES - 1)))
+            yield content.read(_SAMPLE_BYTES)
+
+
+def request_of(request: Any) -> EngineRequest:
+    """A vLLM `Request` as the tables see it. The weights of a LoRA adapter are not fingerprinted, so that its
+    requests are not handed over."""
+    lora = request.lora_request
+    return EngineRequest(
+        request_id=request.request_id,
+        tokens=list(request.prompt_token_ids or ()),
+        params=request.kv_transfer_params,
+        cache_salt=request.cache_salt,
+        lora_name=None if lora is None else str(lora.lora_name),
+        media=tuple(
+            Media(str(item.identifier), item.mm_position.offset, item.mm_position.length)
+            for item in request.mm_features or ()
+        ),
+        embeds=request.prompt_embeds is not None,
+        max_tokens=request.max_tokens,
+    )
+
+
+def chunks_of(output: Any) -> list[ScheduledChunk]:
+    """The requests of a `SchedulerOutput`, of which each step computes a chunk."""
+    scheduled = output.num_scheduled_tokens
+    chunks = [
+        ScheduledChunk(new.req_id, new.num_computed_tokens, scheduled[new.req_id], list(new.block_ids[0]))
+        for new in output.scheduled_new_reqs
+    ]
+    old = output.scheduled_cached_reqs
+    chunks += [
+        ScheduledChunk(request_id, computed, scheduled[request_id], list(blocks[0]) if blocks else [])
+        for request_id, blocks, computed in zip(
+            old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True
+        )
+    ]
+    return chunks
+
+
+_ENDS = {
+    "stop": RequestEnd.STOP,
+    "repetition": RequestEnd.STOP,
+    "length": RequestEnd.LENGTH,
+    "abort": RequestEnd.ABORT,
+}
+
+
+def end_of(request: Any) -> RequestEnd:
+    """How a finished `Request` ended."""
+    return _ENDS.get(str(request.get_finished_reason()), RequestEnd.ERROR)

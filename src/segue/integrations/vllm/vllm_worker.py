@@ -1,0 +1,407 @@
+"""The worker side: carries out the scheduler side's orders with a `KVManager`, and collects what it reports.
+
+vLLM's calls come on the worker's main thread, changes of hand-offs on the manager's I/O thread. One lock is
+between them; nothing waits while it is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from segue.integrations.vllm.vllm_memory import CachePool
+from segue.integrations.vllm.vllm_orders import (
+    AbortOrder,
+    BlocksReleased,
+    DeclineOrder,
+    ExpectOrder,
+    HandoffEnded,
+    Order,
+    ReceiveOrder,
+    RefuseOrder,
+    Report,
+    SendOrder,
+    SessionAddress,
+)
+from segue.integrations.vllm.vllm_query import query_answer, serve_query, session_port
+from segue.integrations.vllm.vllm_settings import ConnectorSettings
+from segue.kv import (
+    KINDS,
+    USABLE,
+    Change,
+    ConfigError,
+    ErrorInfo,
+    Internal,
+    IoThread,
+    KVConfig,
+    KVManager,
+    KVPoll,
+    KVReceiver,
+    KVSender,
+    LeaderId,
+    Phase,
+    Release,
+    Role,
+    RoomKey,
+    SegueError,
+    Span,
+    background,
+    load_tls,
+)
+
+log = logging.getLogger("segue.vllm")
+
+#: Prefill leaders to which decode keeps sessions without a hand-off.
+_MAX_IDLE_PEERS = 64
+_QUERY_S = 5.0
+
+
+@dataclass(slots=True)
+class StepResults:
+    """What vLLM hears after one step: request ids, and reports for the scheduler side."""
+
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+    reports: list[Report] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A prefill leader with `open` hand-offs; its sessions are at `port`, once that is known."""
+
+    open: int = 0
+    port: int = 0
+
+
+@dataclass(slots=True)
+class _Half:
+    """One hand-off of this side. `request_id`, `peer`, `pages` and `prefix` are decode's."""
+
+    handoff: int
+    key: RoomKey
+    units: int
+    handle: KVSender | KVReceiver | None = None
+    request_id: str = ""
+    peer: LeaderId | None = None
+    pages: list[int] = field(default_factory=list)
+    prefix: int = 0
+    #: units that were sent
+    sent: int = 0
+    ended: bool = False
+    failed: bool = False
+
+
+class WorkerSide:
+    """The hand-offs of one vLLM worker. `model` is the model's identity, which both sides must share.
+
+    Raises ConfigError for settings or a `pool` that do not work here.
+    """
+
+    def __init__(
+        self, role: Role, settings: ConnectorSettings, secret: bytes, model: str, pool: CachePool
+    ) -> None:
+        self._unit = pool.unit_tokens
+        self._lock = threading.Lock()
+        self._halves: dict[int, _Half] = {}
+        self._by_key: dict[RoomKey, _Half] = {}
+        #: the least recently used first
+        self._peers: dict[LeaderId, _Peer] = {}
+        self._queries: IoThread | None = None
+        self._server: asyncio.Server | None = None
+        #: sends of the step that runs: their KV is complete when its forward has ended
+        self._after_forward: list[SendOrder] = []
+        self._results = StepResults()
+        #: why no hand-off is possible any more
+        self._lost: SegueError | None = None
+        self.bytes_moved = 0
+        self.seconds_moved = 0.0
+        offered = KINDS.offered(",".join(settings.transport) or "auto", pool.memory)
+        usable = [name for name, reason in offered.items() if reason == USABLE]
+        if not usable:
+            raise ConfigError(f"no transport can be used: {offered}")
+        tls = None
+        if settings.tls_cert:
+            tls = load_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        config = KVConfig(
+            role=role,
+            model=model,
+            spec=pool.spec,
+            transports=usable,
+            host=settings.host,
+            port=settings.port,
+            advertise=settings.advertise_host or None,
+            transport_port=settings.transport_port,
+            secret=secret or None,
+            tls=tls,
+            kv_checksum=settings.kv_checksum,
+        )
+        with _cpus_of_parent(settings.cpus):
+            self._manager = KVManager(config, pool.memory, self._on_change, on_rank_lost=self._on_lost)
+            host, port = self._manager.start()
+        self.address = SessionAddress(
+            config.me.incarnation, config.me.dp_rank, settings.advertise_host or host, port, False
+        )
+        if role is Role.PREFILL and settings.query_port:
+            try:
+                self._serve_query(settings.host, settings.query_port)
+            except SegueError:
+                self.close()
+                raise
+        log.info("KV hand-off: %s at %s:%d over %s", role.value, host, port, ", ".join(usable))
+
+    # ---- vLLM's calls, on the worker's thread ------------------------------------------------
+
+    def begin_step(self, orders: Iterable[Order]) -> None:
+        """Carry out what needs no forward; called before it. Raises SegueError when this worker cannot hand
+        over KV any more, so that vLLM fails its health checks."""
+        if self._lost is not None:
+            raise self._lost
+        if not self._manager.io.running:
+            raise Internal("the thread of the KV hand-off has ended; start this vLLM again")
+        for order in orders:
+            if isinstance(order, SendOrder) and not order.ready:
+                self._after_forward.append(order)
+            else:
+                self._carry_out(order)
+
+    def end_forward(self) -> None:
+        """The KV of the step is complete in memory: send its chunks."""
+        orders, self._after_forward = self._after_forward, []
+        for order in orders:
+            self._carry_out(order)
+
+    def take_results(self) -> StepResults:
+        """What has ended since the last call."""
+        with self._lock:
+            results, self._results = self._results, StepResults()
+        return results
+
+    def sizes(self) -> dict[str, int]:
+        """The number of entries of every table, for leak checks: all 0 at rest but `peers`."""
+        with self._lock:
+            own = {"halves": len(self._halves), "keys": len(self._by_key), "sends": len(self._after_forward)}
+        return {**own, **self._manager.sizes()}
+
+    def close(self) -> None:
+        """End all sessions and threads. Idempotent."""
+        self._manager.close()
+        if self._queries is not None:
+            if self._server is not None:
+                self._queries.post(self._server.close)
+            self._queries.stop()
+
+    # ---- orders ------------------------------------------------------------------------------
+
+    def _carry_out(self, order: Order) -> None:
+        with self._lock:
+            match order:
+                case ExpectOrder():
+                    self._expect(order)
+                case SendOrder():
+                    self._send(order)
+                case ReceiveOrder():
+                    self._receive(order)
+                case RefuseOrder():
+                    self._name(order.request_id, failed=True)
+                case AbortOrder():
+                    self._abort(order)
+                case DeclineOrder():
+                    self._decline(order)
+
+    def _expect(self, order: ExpectOrder) -> None:
+        half = self._remember(_Half(order.handoff, order.room, self._units(order.prompt_tokens)))
+        try:
+            half.handle = self._manager.expect(
+                order.room, half.units, order.budget_s, claim=order.claim, retain_s=order.retain_s
+            )
+        except SegueError as error:
+            self._never_began(half, error.info)
+
+    def _send(self, order: SendOrder) -> None:
+        half = self._halves.get(order.handoff)
+        if half is None or half.ended or not isinstance(half.handle, KVSender):
+            return
+        # A unit that is not full yet goes with a later chunk.
+        end = self._units(order.end) if order.last else order.end // self._unit
+        if end > half.sent:
+            half.handle.send(Span(half.sent, end), order.blocks, b"" if order.last else None)
+            half.sent = end
+
+    def _receive(self, order: ReceiveOrder) -> None:
+        half = _Half(order.handoff, order.room, self._units(order.prompt_tokens))
+        half.request_id, half.peer = order.request_id, order.peer.leader
+        half.pages, half.prefix = order.blocks, order.prefix_tokens // self._unit
+        self._remember(half)
+        self._peer(half.peer).open += 1
+        deadline = time.monotonic() + order.budget_s
+
+        def receive(host: str, port: int) -> None:
+            if half.ended:
+                return  # aborted meanwhile
+            try:
+                self._manager.add_peer(order.peer.leader, host, port)
+                half.handle = self._manager.receive(
+                    order.room, order.peer.leader, half.units, deadline - time.monotonic(), claim=order.claim
+                )
+            except SegueError as error:
+                self._never_began(half, error.info)
+
+        self._with_session(order.peer, receive, lambda error: self._never_began(half, error))
+
+    def _abort(self, order: AbortOrder) -> None:
+        half = self._halves.get(order.handoff)
+        if half is None:
+            return
+        if half.handle is None:
+            self._never_began(half, order.error)
+        else:
+            half.handle.abort(order.error)
+
+    def _decline(self, order: DeclineOrder) -> None:
+        def decline(host: str, port: int) -> None:
+            self._manager.add_peer(order.peer.leader, host, port)
+            self._manager.decline(order.room, order.peer.leader, order.error, claim=order.claim)
+            self._drop_peers()
+
+        self._peer(order.peer.leader)
+        self._with_session(order.peer, decline, lambda _: self._drop_peers(order.peer.leader))
+
+    # ---- GET /query ---------------------------------------------------------------------------
+
+    def _with_session(
+        self, peer: SessionAddress, then: Callable[[str, int], None], failed: Callable[[ErrorInfo], None]
+    ) -> None:
+        """Call `then` with the host and port of the sessions of `peer`, now or when its `GET /query` has
+        answered, or `failed` with the error. Both are called under the lock."""
+        known = self._peers[peer.leader].port if peer.leader in self._peers else 0
+        if known or not peer.query:
+            then(peer.host, known or peer.port)
+            return
+
+        async def ask() -> None:
+            port = await session_port(peer.host, peer.port, peer.leader, _QUERY_S)
+            with self._lock:
+                if peer.leader in self._peers:
+                    self._peers[peer.leader].port = port
+                then(peer.host, port)  # the host that the settings allowed, whatever the answer names
+
+        def not_answered(error: SegueError) -> None:
+            with self._lock:
+                failed(error.info)
+
+        io, name = self._query_thread(), f"asking {peer.host}:{peer.port} for the sessions of {peer.leader}"
+        io.post(lambda: background(ask(), name=name, failed=not_answered))
+
+    def _serve_query(self, host: str, port: int) -> None:
+        io, answer = self._query_thread(), query_answer(self.address)
+        self._server = io.call(serve_query(host, port, answer), _QUERY_S)
+
+    def _query_thread(self) -> IoThread:
+        if self._queries is None:
+            self._queries = IoThread()
+            self._queries.start()
+        return self._queries
+
+    # ---- the hand-offs' changes, on the I/O thread --------------------------------------------
+
+    def _on_change(self, change: Change) -> None:
+        with self._lock:
+            half = self._by_key.get(change.key)
+            if half is None:
+                return
+            match change:
+                case Phase():
+                    self._on_phase(half, change)
+                case Release():
+                    self._release(half)
+                case _:
+                    pass  # in quarantine: the release comes when it is proven
+
+    def _on_phase(self, half: _Half, change: Phase) -> None:
+        if change.phase.terminal:
+            self._end(half, change.error)
+            if change.phase is KVPoll.SUCCESS:
+                self.bytes_moved += change.nbytes
+                self.seconds_moved += change.wire_s
+        elif change.phase is KVPoll.WAITING_FOR_INPUT and isinstance(half.handle, KVReceiver):
+            half.handle.publish(half.pages, half.prefix)
+
+    def _on_lost(self, error: SegueError) -> None:
+        self._lost = error
+
+    # ---- both, under the lock -----------------------------------------------------------------
+
+    def _remember(self, half: _Half) -> _Half:
+        self._halves[half.handoff] = half
+        self._by_key.setdefault(half.key, half)
+        return half
+
+    def _never_began(self, half: _Half, error: ErrorInfo) -> None:
+        if not half.ended:
+            self._end(half, error)
+            self._release(half)
+
+    def _peer(self, leader: LeaderId) -> _Peer:
+        """What is known of it; now the most recently used one."""
+        self._peers[leader] = peer = self._peers.pop(leader, _Peer())
+        return peer
+
+    def _end(self, half: _Half, error: ErrorInfo | None) -> None:
+        if half.ended:
+            return
+        half.ended, half.failed = True, error is not None
+        self._results.reports.append(HandoffEnded(half.handoff, error))
+        if half.request_id:
+            self._name(half.request_id, failed=error is not None)
+
+    def _release(self, half: _Half) -> None:
+        del self._halves[half.handoff]
+        if self._by_key.get(half.key) is half:
+            del self._by_key[half.key]
+        self._results.reports.append(BlocksReleased(half.handoff))
+        if half.handle is not None:
+            half.handle.clear()
+        if half.peer is not None:
+            self._peers[half.peer].open -= 1
+            self._drop_peers(half.peer if half.failed else None)
+
+    def _drop_peers(self, suspect: LeaderId | None = None) -> None:
+        """End what nobody needs: a prefill that was replaced would be dialled for ever."""
+        idle = [leader for leader, peer in self._peers.items() if not peer.open]
+        unwanted = set(idle[: max(0, len(idle) - _MAX_IDLE_PEERS)])
+        if suspect is not None and suspect in idle:
+            unwanted.add(suspect)
+        for leader in unwanted:
+            del self._peers[leader]
+            self._manager.remove_peer(leader)
+
+    def _name(self, request_id: str, failed: bool) -> None:
+        # vLLM wants a failed one in both sets.
+        self._results.finished_recving.add(request_id)
+        if failed:
+            self._results.failed_recving.add(request_id)
+
+    def _units(self, tokens: int) -> int:
+        return -(-tokens // self._unit)
+
+
+@contextmanager
+def _cpus_of_parent(cpus: list[int]) -> Iterator[None]:
+    """Threads that are started within it run on `cpus`, or on all CPUs of the parent process: vLLM binds a
+    worker's threads to cores that its forward needs."""
+    own = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus or os.sched_getaffinity(os.getppid()))
+    except OSError as error:
+        if cpus:
+            raise ConfigError(f"cpus: {cpus} cannot be used: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)

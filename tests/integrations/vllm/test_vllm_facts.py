@@ -1,0 +1,203 @@
+"""What is read from vLLM's objects, with doubles that have the same attributes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace as Double
+from typing import Any
+
+import pytest
+
+from segue.integrations.vllm.vllm_claim import Media
+from segue.integrations.vllm.vllm_facts import (
+    cache_facts,
+    chunks_of,
+    end_of,
+    engine_facts,
+    request_of,
+    weights_fingerprint,
+)
+from segue.integrations.vllm.vllm_memory import CacheFacts
+from segue.integrations.vllm.vllm_settings import EngineFacts, check_engine
+from segue.integrations.vllm.vllm_table import RequestEnd, ScheduledChunk
+from segue.kv import ConfigError, Role
+
+
+def engine_config(**changes: Any) -> Double:
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    }
+    parallel |= {name: changes.pop(name) for name in list(changes) if name in parallel}
+    config = Double(
+        kv_transfer_config=Double(kv_role="kv_producer"),
+        cache_config=Double(cache_dtype="auto"),
+        device_config=Double(device_type="cpu"),
+        parallel_config=Double(**parallel),
+        speculative_config=None,
+        weight_transfer_config=None,
+        model_config=Double(enable_sleep_mode=False),
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+ONE_GROUP = Double(kv_cache_groups=[object()])
+
+
+def test_a_plain_engine_is_supported() -> None:
+    facts = engine_facts(engine_config(), ONE_GROUP)
+    assert facts == EngineFacts(kv_role="kv_producer")
+    assert check_engine(facts) is Role.PREFILL
+    ngram = engine_config(speculative_config=Double(method="ngram"))
+    ngram.kv_transfer_config.kv_role = "kv_consumer"
+    assert check_engine(engine_facts(ngram, ONE_GROUP)) is Role.DECODE
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kv_transfer_config": Double(kv_role="kv_both")}, "kv_both is not supported"),
+        ({"kv_transfer_config": Double(kv_role="other")}, "not 'other'"),
+        ({"cache_config": Double(cache_dtype="fp8_e4m3")}, "--kv-cache-dtype fp8_e4m3"),
+        ({"device_config": Double(device_type="cuda")}, "the device cuda"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"speculative_config": Double(method="eagle3")}, "speculative decoding by eagle3"),
+        ({"speculative_config": Double(method="draft_model")}, "speculative decoding by draft_model"),
+        ({"weight_transfer_config": object()}, "weight updates"),
+        ({"model_config": Double(enable_sleep_mode=True)}, "--enable-sleep-mode"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_engine(engine_facts(engine_config(**changes), ONE_GROUP))
+
+
+def test_hybrid_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 KV cache groups"):
+        check_engine(engine_facts(engine_config(), Double(kv_cache_groups=[object(), object()])))
+
+
+def test_the_cache_as_its_layers_describe_it() -> None:
+    spec = Double(block_size=32, head_size=64, dtype="torch.float32")
+    caches = Double(kv_cache_groups=[Double(kv_cache_spec=spec)], num_blocks=100)
+    layer = Double(get_attn_backend=lambda: Double(get_name=lambda: "CPU_ATTN"), isa="vec")
+    config = Double(compilation_config=Double(static_forward_context={"l0": layer}))
+    wanted = CacheFacts(
+        backend="CPU_ATTN", blocks=100, block_size=32, head_size=64, dtype="float32", isa="vec"
+    )
+    assert cache_facts(config, caches, "l0") == wanted
+    del layer.isa
+    with pytest.raises(ConfigError, match="how it packs"):
+        cache_facts(config, caches, "l0")
+
+
+def model(folder: Path | str, **configuration: Any) -> Double:
+    return Double(
+        hf_config=Double(to_dict=lambda: {"hidden_size": 8, "_name_or_path": str(folder), **configuration}),
+        model=str(folder),
+        revision=None,
+        quantization=None,
+        seed=0,
+    )
+
+
+def written(folder: Path, content: bytes) -> Double:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(content)
+    return model(folder)
+
+
+def test_equal_weights_have_one_fingerprint_wherever_they_lie(tmp_path: Path) -> None:
+    content = os.urandom(500_000)
+    one, other = written(tmp_path / "a", content), written(tmp_path / "b", content)
+    assert weights_fingerprint(one, "auto") == weights_fingerprint(other, "auto")
+
+
+def test_other_weights_or_configurations_have_another(tmp_path: Path) -> None:
+    content = os.urandom(500_000)
+    fingerprints = {
+        weights_fingerprint(written(tmp_path / "a", content), "auto"),
+        weights_fingerprint(written(tmp_path / "b", bytes(x ^ 1 for x in content)), "auto"),
+        weights_fingerprint(written(tmp_path / "c", content[:-1] + b"?"), "auto"),
+        weights_fingerprint(written(tmp_path / "d", content + b"more"), "auto"),
+        weights_fingerprint(model(tmp_path / "a", rope_theta=5), "auto"),
+    }
+    assert len(fingerprints) == 5
+
+
+def test_weights_without_files_are_known_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert weights_fingerprint(model("dummy"), "dummy") != weights_fingerprint(model("other"), "dummy")
+        assert not caplog.messages
+        weights_fingerprint(model("s3://nobody/model"), "runai_streamer")
+    assert caplog.messages == [
+        "no files with weights of s3://nobody/model were found: its name stands for them"
+    ]
+
+
+def vllm_request(**changes: Any) -> Double:
+    fields = {
+        "request_id": "r1",
+        "prompt_token_ids": [1, 2, 3],
+        "kv_transfer_params": {"do_remote_decode": True},
+        "cache_salt": "salt",
+        "lora_request": None,
+        "mm_features": [],
+        "prompt_embeds": None,
+        "max_tokens": 1,
+    }
+    return Double(**{**fields, **changes})
+
+
+def test_a_request_with_all_that_its_kv_depends_on() -> None:
+    found = request_of(vllm_request())
+    assert (found.request_id, found.tokens, found.cache_salt, found.max_tokens) == (
+        "r1",
+        [1, 2, 3],
+        "salt",
+        1,
+    )
+    assert found.params == {"do_remote_decode": True}
+    image = Double(identifier="hash", mm_position=Double(offset=1, length=2))
+    full = request_of(
+        vllm_request(lora_request=Double(lora_name="a"), mm_features=[image], prompt_embeds=object())
+    )
+    assert (full.lora_name, full.lora_weights, full.media, full.embeds) == (
+        "a",
+        None,
+        (Media("hash", 1, 2),),
+        True,
+    )
+
+
+def test_the_chunks_of_a_step() -> None:
+    output = Double(
+        num_scheduled_tokens={"new": 5, "old": 1, "other": 2},
+        scheduled_new_reqs=[Double(req_id="new", num_computed_tokens=4, block_ids=([7, 8],))],
+        scheduled_cached_reqs=Double(
+            req_ids=["old", "other"], new_block_ids=[None, ([9],)], num_computed_tokens=[3, 6]
+        ),
+    )
+    assert chunks_of(output) == [
+        ScheduledChunk("new", 4, 5, [7, 8]),
+        ScheduledChunk("old", 3, 1, []),
+        ScheduledChunk("other", 6, 2, [9]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "end"),
+    [("stop", "stop"), ("repetition", "stop"), ("length", "length"), ("abort", "abort"), ("error", "error")],
+)
+def test_the_end_of_a_request(reason: str, end: str) -> None:
+    assert end_of(Double(get_finished_reason=lambda: reason)) is RequestEnd(end)

@@ -1,0 +1,257 @@
+"""The worker side under two engines of the model: real sessions, real bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm_bench import LOST, TO_PREFILL, request
+from vllm_pair import CPU_ATTN, Pair, TensorWorker, expected
+
+from ports import HeldPort
+from segue.integrations.vllm.vllm_orders import AbortOrder
+from segue.integrations.vllm.vllm_params import engine_id
+from segue.integrations.vllm.vllm_settings import LoadFailurePolicy
+from segue.integrations.vllm.vllm_table import RequestEnd
+from segue.kv import ChecksumMode, ConfigError, Internal
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+@pytest.fixture
+def port_holder() -> HeldPort:
+    return HeldPort()
+
+
+@pytest.fixture
+def free_port(port_holder: HeldPort) -> int:
+    return port_holder.port
+
+
+def side_of(pair: Pair, role: str) -> TensorWorker:
+    worker = getattr(pair, role).worker
+    assert isinstance(worker, TensorWorker)
+    return worker
+
+
+def hand_over(pair: Pair, name: str, tokens: int, prefix: int = 0) -> None:
+    """The sequential flow: prefill answers, then decode begins."""
+    pair.prefill.add(request(f"p{name}", tokens, TO_PREFILL))
+    pair.until(lambda: f"p{name}" in pair.prefill.answers)
+    pair.decode.add(request(f"d{name}", tokens, pair.prefill.answers[f"p{name}"]), prefix)
+
+
+def served(pair: Pair, name: str) -> RequestEnd:
+    pair.until(lambda: name in pair.decode.ends)
+    return pair.decode.ends[name]
+
+
+def at_rest(pair: Pair) -> None:
+    """Nothing is held on either side, and each block is free."""
+    pair.until(lambda: not pair.sizes())
+    for engine in (pair.prefill, pair.decode):
+        assert engine.at_rest
+        assert len(engine.pool.free) == len(engine.pool.blocks)
+
+
+def loaded_kv(pair: Pair, name: str) -> torch.Tensor:
+    assert name in pair.decode.loaded, "decode computed the prompt itself"
+    return side_of(pair, "decode").kv[name]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shm"])
+@pytest.mark.parametrize("tokens", [1, 4, 13, 30])
+def test_decode_has_the_kv_that_prefill_computed(stack: ExitStack, tokens: int, shared: bool) -> None:
+    pair = Pair(stack, shared=shared)
+    hand_over(pair, "1", tokens)
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert torch.equal(loaded_kv(pair, "d1"), expected(range(tokens)))
+    at_rest(pair)
+
+
+def test_many_requests_leave_nothing_behind(stack: ExitStack) -> None:
+    pair = Pair(stack)
+    for number in range(30):
+        hand_over(pair, str(number), 5 + number % 20)
+        if number % 3 == 0:
+            assert served(pair, f"d{number}") is RequestEnd.LENGTH
+    for number in range(30):
+        assert served(pair, f"d{number}") is RequestEnd.LENGTH
+        assert torch.equal(loaded_kv(pair, f"d{number}"), expected(range(5 + number % 20)))
+    at_rest(pair)
+    assert pair.decode.table.outcomes == {"OK": 30}
+
+
+def test_a_prefix_that_decode_has_is_not_sent(stack: ExitStack) -> None:
+    pair = Pair(stack)
+    hand_over(pair, "1", 13, prefix=8)
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    kv = loaded_kv(pair, "d1")
+    assert torch.equal(kv[:, :, 8:], expected(range(13))[:, :, 8:])
+    assert not kv[:, :, :8].any()
+    at_rest(pair)
+
+
+def concurrent(pair: Pair, transfer: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a router sends to prefill and to decode at once."""
+    leader = side_of(pair, "prefill").side.address.leader
+    to_decode = {
+        "do_remote_prefill": True,
+        "transfer_id": transfer,
+        "remote_bootstrap_addr": f"http://127.0.0.1:{pair.settings.query_port}",
+        "remote_engine_id": engine_id(leader),
+    }
+    return {**TO_PREFILL, "transfer_id": transfer}, to_decode
+
+
+def test_in_the_concurrent_flow_chunks_leave_while_the_prompt_is_computed(
+    stack: ExitStack, free_port: int
+) -> None:
+    pair = Pair(stack, query_port=free_port)
+    to_prefill, to_decode = concurrent(pair, "t1")
+    pair.decode.add(request("d1", 30, to_decode))
+    pair.prefill.add(request("p1", 30, to_prefill))
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert torch.equal(loaded_kv(pair, "d1"), expected(range(30)))
+    # The engine of the model computes at most 6 tokens in a step: the chunks ended inside of blocks.
+    assert pair.prefill.answers["p1"] is None
+    at_rest(pair)
+
+
+def test_the_second_request_does_not_ask_for_the_sessions_again(stack: ExitStack, free_port: int) -> None:
+    pair = Pair(stack, query_port=free_port)
+    for name in ("1", "2"):
+        to_prefill, to_decode = concurrent(pair, name)
+        pair.prefill.add(request(f"p{name}", 9, to_prefill))
+        if name == "2":
+            to_decode["remote_bootstrap_addr"] = "http://127.0.0.1:1"
+        pair.decode.add(request(f"d{name}", 9, to_decode))
+        assert served(pair, f"d{name}") is RequestEnd.LENGTH
+        loaded_kv(pair, f"d{name}")
+    at_rest(pair)
+
+
+def test_nobody_at_query_is_a_failed_load(stack: ExitStack, free_port: int) -> None:
+    pair = Pair(stack)
+    _, to_decode = concurrent(pair, "t1")
+    pair.decode.add(request("d1", 9, {**to_decode, "remote_bootstrap_addr": f"http://127.0.0.1:{free_port}"}))
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert torch.equal(side_of(pair, "decode").kv["d1"], expected(range(9)))
+    assert pair.decode.loaded == []
+    assert pair.decode.table.outcomes == {"BOOTSTRAP_UNREACHABLE": 1}
+    at_rest(pair)
+
+
+def test_another_process_at_query_is_a_restarted_peer(stack: ExitStack, free_port: int) -> None:
+    pair = Pair(stack, query_port=free_port)
+    _, to_decode = concurrent(pair, "t1")
+    pair.decode.add(request("d1", 9, {**to_decode, "remote_engine_id": "b" * 32}))
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert pair.decode.table.outcomes == {"PEER_RESTARTED": 1}
+    at_rest(pair)
+
+
+def test_an_abort_while_the_sessions_are_asked_for(stack: ExitStack, free_port: int) -> None:
+    pair = Pair(stack, query_port=free_port)
+    to_prefill, to_decode = concurrent(pair, "t1")
+    pair.decode.add(request("d1", 9, to_decode))
+    pair.decode.schedule(6)
+    pair.decode.abort("d1")
+    pair.decode.complete()
+    pair.prefill.add(request("p1", 9, to_prefill))
+    pair.prefill.abort("p1")
+    at_rest(pair)
+
+
+@pytest.mark.parametrize("policy", LoadFailurePolicy)
+def test_a_load_whose_prefill_is_gone(stack: ExitStack, policy: LoadFailurePolicy) -> None:
+    pair = Pair(stack, policy=policy)
+    hand_over(pair, "1", 13)
+    side_of(pair, "prefill").side.close()
+    pair.running = [pair.decode]
+    pair.until(lambda: "d1" in pair.decode.ends, within_s=60)
+    recomputed = policy is LoadFailurePolicy.RECOMPUTE
+    assert pair.decode.ends["d1"] is (RequestEnd.LENGTH if recomputed else RequestEnd.ERROR)
+    if recomputed:
+        assert torch.equal(side_of(pair, "decode").kv["d1"], expected(range(13)))
+    assert pair.decode.loaded == []
+    pair.until(lambda: pair.decode.at_rest)
+    assert len(pair.decode.pool.free) == len(pair.decode.pool.blocks)
+
+
+def test_another_prompt_is_not_loaded(stack: ExitStack) -> None:
+    pair = Pair(stack, room_s=2.0)
+    pair.prefill.add(request("p1", 9, TO_PREFILL))
+    pair.until(lambda: "p1" in pair.prefill.answers)
+    answer = pair.prefill.answers["p1"]
+    pair.decode.add(replace(request("d1", 9, answer), tokens=list(range(1, 10))))
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert pair.decode.loaded == []
+    assert torch.equal(side_of(pair, "decode").kv["d1"], expected(range(1, 10)))
+    # The refused decode has not taken the room from the right one.
+    pair.decode.add(request("d2", 9, answer))
+    assert served(pair, "d2") is RequestEnd.LENGTH
+    assert torch.equal(loaded_kv(pair, "d2"), expected(range(9)))
+    at_rest(pair)
+
+
+def test_other_blocks_or_weights_are_refused_when_the_sides_meet(stack: ExitStack) -> None:
+    other_isa = Pair(stack, decode_facts=replace(CPU_ATTN, isa="amx"), room_s=2.0)
+    other_weights = Pair(stack, models=("model/float32", "other/float32"), room_s=2.0)
+    for pair, code in ((other_isa, "LAYOUT_MISMATCH"), (other_weights, "PEER_REFUSED")):
+        hand_over(pair, "1", 9)
+        assert served(pair, "d1") is RequestEnd.LENGTH
+        assert pair.decode.table.outcomes == {code: 1}
+        at_rest(pair)
+
+
+def test_a_secret_of_another_deployment_is_refused(stack: ExitStack) -> None:
+    pair = Pair(stack, secret=b"s" * 16)
+    hand_over(pair, "1", 9)
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    loaded_kv(pair, "d1")
+    at_rest(pair)
+
+
+def test_an_order_for_what_has_ended_is_ignored(stack: ExitStack) -> None:
+    pair = Pair(stack)
+    side = side_of(pair, "decode").side
+    side.begin_step([AbortOrder(99, LOST)])
+    assert not side.take_results().reports
+
+
+def test_a_worker_whose_thread_has_ended_fails_the_step(stack: ExitStack) -> None:
+    pair = Pair(stack)
+    side = side_of(pair, "decode").side
+    side.close()
+    side.close()
+    with pytest.raises(Internal, match="thread of the KV hand-off"):
+        side.begin_step([])
+
+
+def test_settings_that_do_not_work_are_refused_at_the_start(stack: ExitStack, free_port: int) -> None:
+    with pytest.raises(ConfigError, match="shm cannot register"):
+        Pair(stack, transport=["shm"])
+    with pytest.raises(ConfigError, match="secret"):
+        Pair(stack, host="0.0.0.0")
+    Pair(stack, query_port=free_port)
+    with pytest.raises(ConfigError, match=f"query_port {free_port}"):
+        Pair(stack, query_port=free_port)
+    with pytest.raises(ConfigError, match="cpus"):
+        Pair(stack, cpus=[4095])
+
+
+def test_checksums_can_be_switched_off(stack: ExitStack) -> None:
+    pair = Pair(stack, kv_checksum=ChecksumMode.OFF)
+    hand_over(pair, "1", 9)
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert torch.equal(loaded_kv(pair, "d1"), expected(range(9)))
+    at_rest(pair)

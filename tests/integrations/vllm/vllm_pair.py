@@ -1,0 +1,160 @@
+"""A prefill and a decode engine (`vllm_model`) whose workers are real: tensors of the shape of vLLM's KV
+cache, and a `WorkerSide` each that hands over between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from vllm_bench import MODEL
+from vllm_model import BLOCK, ModelEngine, ModelPool, ModelWorker, Step
+
+from segue.integrations.vllm.vllm_decode_table import DecodeTable
+from segue.integrations.vllm.vllm_memory import CacheFacts, CachePool, cache_pool
+from segue.integrations.vllm.vllm_orders import decode_orders
+from segue.integrations.vllm.vllm_params import PeerAddress
+from segue.integrations.vllm.vllm_prefill_table import PrefillTable
+from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
+from segue.integrations.vllm.vllm_shared_pool import SharedPoolMode
+from segue.integrations.vllm.vllm_worker import WorkerSide
+from segue.kv import Role
+
+LAYERS, HEADS, DIM, BLOCKS = 2, 2, 8, 24
+CPU_ATTN = CacheFacts(
+    backend="CPU_ATTN", blocks=BLOCKS, block_size=BLOCK, head_size=DIM, dtype="float32", isa="vec"
+)
+
+
+def make_caches(shared: bool = False) -> tuple[dict[str, torch.Tensor], SharedPoolMode]:
+    """One allocation for all layers, as vLLM makes it: `[blocks, heads, block_size, 2 * head_size]` each."""
+    mode = SharedPoolMode()
+    nbytes = LAYERS * BLOCKS * HEADS * BLOCK * 2 * DIM * 4
+    if shared:
+        with mode:
+            raw = torch.zeros(nbytes, dtype=torch.int8, device=torch.device("cpu"))
+    else:
+        raw = torch.zeros(nbytes, dtype=torch.int8)
+    layers = raw.view(torch.float32).view(LAYERS, BLOCKS, HEADS, BLOCK, 2 * DIM)
+    return {f"layers.{i}.attn": layers[i] for i in range(LAYERS)}, mode
+
+
+def write(caches: dict[str, torch.Tensor], token: int, position: int, block: int) -> None:
+    """The KV of one token, K transposed as CPU_ATTN keeps it: values that its id, position and layer give."""
+    slot = position % BLOCK
+    for number, cache in enumerate(caches.values()):
+        row = torch.arange(DIM, dtype=torch.float32) + 100 * token + 10_000 * position + 7 * number
+        both = cache[block].reshape(HEADS, 2, DIM * BLOCK)
+        both[:, 0].view(HEADS, DIM, BLOCK)[:, :, slot] = row
+        both[:, 1].view(HEADS, BLOCK, DIM)[:, slot] = -row
+
+
+class TensorWorker(ModelWorker):
+    """Computes prompts into tensors, and hands over for real."""
+
+    def __init__(self, pool: ModelPool, side: WorkerSide, caches: dict[str, torch.Tensor]) -> None:
+        super().__init__(pool)
+        self.side = side
+        self.caches = caches
+        #: the KV of each prompt when its last token was computed
+        self.kv: dict[str, torch.Tensor] = {}
+
+    def run(self, step: Step) -> None:
+        self.side.begin_step(decode_orders(step.orders))
+        for request, start, end, _, blocks in step.chunks:
+            for position in range(start, end):
+                write(self.caches, request.spec.tokens[position], position, blocks[position // BLOCK])
+            if end == request.tokens:
+                self.kv[request.spec.request_id] = kv_of(self.caches, blocks, end)
+        self.side.end_forward()
+
+    def take(self) -> Any:
+        results = self.side.take_results()
+        return results.reports, results.finished_recving, results.failed_recving
+
+
+def kv_of(caches: dict[str, torch.Tensor], blocks: Sequence[int], tokens: int) -> torch.Tensor:
+    """K and V of the first tokens, `[layer, 2, token, head, item]`."""
+    layers = []
+    for cache in caches.values():
+        both = cache[list(blocks)].view(-1, HEADS, 2, DIM * BLOCK)
+        keys = both[:, :, 0].reshape(-1, HEADS, DIM, BLOCK).permute(0, 3, 1, 2)
+        values = both[:, :, 1].reshape(-1, HEADS, BLOCK, DIM).permute(0, 2, 1, 3)
+        layers.append(torch.stack([x.reshape(-1, HEADS, DIM)[:tokens] for x in (keys, values)]))
+    return torch.stack(layers)
+
+
+class Pair:
+    """`prefill` and `decode`, and what each needs. Close it with its ExitStack."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        *,
+        policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
+        decode_facts: CacheFacts = CPU_ATTN,
+        shared: bool = False,
+        secret: bytes = b"",
+        models: tuple[str, str] = ("model/float32", "model/float32"),
+        **settings: Any,
+    ) -> None:
+        self.settings = ConnectorSettings(**{"transport": ["shm" if shared else "tcp"], **settings})
+        self.stack = stack
+        self.secret = secret
+        pool = ModelPool(BLOCKS)
+        table = PrefillTable(MODEL, pool, BLOCK, self.settings, secret)
+        self.prefill = ModelEngine(table, pool, policy)
+        self.prefill.worker = self._worker(Role.PREFILL, pool, CPU_ATTN, shared, models[0])
+        address = self.prefill.worker.side.address
+        table.address = PeerAddress(address.leader, address.host, address.port)
+        pool = ModelPool(BLOCKS)
+        self.decode = ModelEngine(
+            DecodeTable(MODEL, pool, BLOCK, self.settings, secret, policy=policy), pool, policy
+        )
+        self.decode.worker = self._worker(Role.DECODE, pool, decode_facts, shared, models[1])
+
+        self.running = [self.prefill, self.decode]
+
+    def _worker(
+        self, role: Role, pool: ModelPool, facts: CacheFacts, shared: bool, model: str
+    ) -> TensorWorker:
+        caches, mode = make_caches(shared)
+        found: CachePool = cache_pool(caches, facts, mode.memory)
+        side = WorkerSide(role, self.settings, self.secret, model, found)
+        self.stack.callback(side.close)
+        return TensorWorker(pool, side, caches)
+
+    def step(self) -> None:
+        """One step of each engine, and vLLM's millisecond between steps without a forward."""
+        for engine in self.running:
+            engine.schedule(6)
+            engine.complete()
+        time.sleep(0.001)
+
+    def until(self, condition: Callable[[], object], within_s: float = 30) -> None:
+        """Step until `condition` holds."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, (self.prefill.table.sizes(), self.decode.table.sizes())
+            self.step()
+
+    def sizes(self) -> dict[str, int]:
+        """What both sides hold; `peers` are sessions, `ended` what the protocol remembers."""
+        held: dict[str, int] = {}
+        for name, engine in (("prefill", self.prefill), ("decode", self.decode)):
+            worker = engine.worker
+            assert isinstance(worker, TensorWorker)
+            for key, count in {**worker.side.sizes(), **engine.table.sizes()}.items():
+                if count and key not in ("peers", "ended", "deadlines"):
+                    held[f"{name}.{key}"] = count
+        return held
+
+
+def expected(tokens: Sequence[int]) -> torch.Tensor:
+    """What `kv_of` gives for a prompt that is computed."""
+    caches, _ = make_caches()
+    for position, token in enumerate(tokens):
+        write(caches, token, position, position // BLOCK)
+    return kv_of(caches, range(-(-len(tokens) // BLOCK)), len(tokens))
