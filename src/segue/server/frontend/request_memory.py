@@ -32,7 +32,7 @@ _SLICE: Final = 64 * 2**10
 
 #: Bytes of large bodies that are received in a second, after `BURST_BYTES` at once. A MiB costs 2 to 3 ms of
 #: CPU until it is decoded, most of it with the interpreter's lock.
-LARGE_BYTES_PER_S: Final = 64 * 2**20
+LARGE_BYTES_PER_S: Final = 32 * 2**20
 BURST_BYTES: Final = 4 * 2**20
 
 #: The least that a server's requests may keep.
