@@ -1,4 +1,5 @@
-"""What `segue advise` says beside what `segue bench` then measures, on this machine, in one run.
+"""Compare the predictions of `segue advise` with the measurements of `segue bench`, on this machine, in one
+run.
 
     .venv/bin/python bench/advise.py --json bench/results/advise.json
 

@@ -1,4 +1,4 @@
-"""What a poll of symmetric ranks costs: `python bench/agreement.py [--polls 300]`.
+"""The cost of a poll of symmetric ranks: `python bench/agreement.py [--polls 300]`.
 
 The processes of one Gloo group on this machine, one thread each, poll the same rooms, each in an order of its
 own. `keyed` is `Agreement.poll`; `positional` is one MIN over the phases in the order of the rank's list.

@@ -1,4 +1,4 @@
-"""What checksums cost: `python bench/checksum.py [--rounds 20] [--tokens 2000] [--transport shm]`.
+"""The cost of checksums: `python bench/checksum.py [--rounds 20] [--tokens 2000] [--transport shm]`.
 
 Three prefill processes that differ in `--kv-checksum` only, and one decode process, serve the default model.
 One request is in flight at a time; each round sends one to each prefill process, in an order drawn

@@ -1,4 +1,5 @@
-"""What the records for `segue explain` cost a frontend, as a share of its CPU for a streamed request.
+"""The cost of the records for `segue explain` in a frontend, as a share of its CPU time for a streamed
+request.
 
     .venv/bin/python bench/explain_cost.py [--rounds 10] [--streams 32] [--tokens 200] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What the wire adds to the time to first token: `python bench/exposed.py [--transports shm tcp …]`.
+"""The time that the wire adds to the time to first token: `python bench/exposed.py [--transports shm tcp …]`.
 
 One prefill and one decode process for each transport serve the default model; the registry runs in this
 process. One request is in flight at a time. In each round every transport serves two new prompts, in an order
@@ -66,7 +66,7 @@ async def measure(args: argparse.Namespace) -> Rounds:
 
 
 def names(args: argparse.Namespace) -> list[str]:
-    """What each pair is called and served as: its transport, and layers that are sent at a time."""
+    """The name and served model of each pair: its transport, and layers that are sent at a time."""
     return [f"{name}+{layers}" for name in args.transports for layers in args.send_layers]
 
 
@@ -105,7 +105,7 @@ async def ask(front: Front, name: str, prompt: list[int], prefill: str, decode: 
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:
-    """What is published of one transport."""
+    """The published figures of one transport."""
     base = statistics.median(row["with"] for row in rows)
     gaps = [(row["with"] - row["without"]) / base * 100 for row in rows]
     rng = random.Random(2)

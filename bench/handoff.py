@@ -48,7 +48,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Times]:
 
 
 def row(values: list[float]) -> dict[str, float]:
-    """What is published of one part."""
+    """The published figures of one part."""
     return {
         "p50_ms": round(statistics.median(values), 3),
         "p99_ms": round(quantile(values, 0.99), 3),

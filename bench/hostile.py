@@ -1,4 +1,4 @@
-"""What hostile clients do to ten honest streams of one deployment.
+"""The effect of hostile clients on ten honest streams of one deployment.
 
     .venv/bin/python bench/hostile.py [--seconds 20] [--only NAME,…] [--save FILE]
 

@@ -1,4 +1,4 @@
-"""What the benches of real instances share: starting them, the least that a frontend is, one request."""
+"""Parts that the benches of real instances share: starting them, a minimal frontend, one request."""
 
 from __future__ import annotations
 

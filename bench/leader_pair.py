@@ -27,7 +27,7 @@ from segue.kv.transport.memory.pool_memory import allocate
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What a hand-off of this pair is: sizes in tokens, and the time between two chunks.
+    """The hand-offs of this pair: sizes in tokens, and the time between two chunks.
 
     Rooms from `held_from` on are held open: prefill does not send, and each has one page of its own.
     """
@@ -60,7 +60,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def tokens(self, room: int) -> int:
-        """Of the prompt of `room`."""
+        """The prompt of `room`."""
         return self.page_tokens if room >= self.held_from else self.prompt_tokens
 
     def pages_of(self, room: int) -> Sequence[int]:
@@ -185,7 +185,7 @@ def child(work: Work) -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process, what is its own."""
+    """Private memory of this process."""
     rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in rollup[1:])
     return sum(int(fields[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) * 1024
@@ -219,7 +219,7 @@ class Pair:
             self.changed.notify_all()
 
     def wait(self, side: str, kind: str, room: int, timeout_s: float = 60.0) -> Say:
-        """What `side` has said, once it has."""
+        """Wait for this message of `side`."""
         with self.changed:
             key = side, kind, room
             assert self.changed.wait_for(lambda: key in self.news, timeout_s), (

@@ -1,4 +1,4 @@
-"""What open rooms cost: `python bench/open_rooms.py [--rooms 1 100 5000] [--hand-offs 200] [--rounds 5]`.
+"""The cost of open rooms: `python bench/open_rooms.py [--rooms 1 100 5000] [--hand-offs 200] [--rounds 5]`.
 
 One prefill and one decode leader in two processes, over a real session and shm. Measured at each number of
 open rooms: the CPU time of each process for a whole hand-off, one after the other, while all those rooms are

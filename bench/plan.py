@@ -1,4 +1,4 @@
-"""What a copy plan costs: `.venv/bin/python bench/plan.py [--rounds N] [--json FILE]`.
+"""The cost of a copy plan: `.venv/bin/python bench/plan.py [--rounds N] [--json FILE]`.
 
 Llama 8B's KV (32 layers, 8 KV heads of 128, bfloat16), a prompt of 512 pages of 16 tokens, CPU time. `new`:
 two sides that meet, `plan_pair` and the first plan of every pair of ranks. `known`: the next plan of one

@@ -1,4 +1,4 @@
-"""What stands beside every number of a bench: the commit it was measured at, and how a quantile is taken."""
+"""The commit and machine beside every number of a bench, and the quantiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What our frontend and other people's routers cost, on the same stub instances.
+"""The cost of our frontend and of other routers, on the same stub instances.
 
     unshare -n .venv/bin/python bench/routing.py [--rounds 5] [--connections 32] [--requests 2000] \\
         [--tokens 20 220] [--first 100] [--json FILE]

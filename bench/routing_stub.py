@@ -47,7 +47,7 @@ _SMALL = {
 
 
 class Engine:
-    """Which streams are open. `step` of one gives its next token, and says whether that was the last."""
+    """The open streams. `step` gives a stream's next token, and whether that was the last."""
 
     def __init__(self) -> None:
         self.steps: dict[object, Callable[[], bool]] = {}
@@ -77,7 +77,7 @@ class Engine:
 
 
 class Leader:
-    """What our frontend talks to. Prefill's says nothing, as where all goes well."""
+    """The leader that our frontend connects to. Prefill's sends nothing, as in a successful request."""
 
     def __init__(self, role: Role, engine: Engine) -> None:
         self._engine = engine
@@ -139,7 +139,7 @@ class Leader:
 
 
 class Door(asyncio.Protocol):
-    """What other routers post to; `engine` is None at prefill's."""
+    """The HTTP endpoint that other routers post to; `engine` is None at prefill's."""
 
     def __init__(self, engine: Engine | None) -> None:
         self._engine = engine

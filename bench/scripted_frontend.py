@@ -74,10 +74,10 @@ class ScriptedBackend:
         """As `cancel`."""
 
     def cancel(self, request_id: str, reason: ErrorInfo) -> None:
-        """Who reads the outputs has stopped reading them."""
+        """The reader of the outputs has stopped."""
 
     def submit(self, request: Request, *, budget_s: float) -> Script:
-        """What there is to say to `request`."""
+        """The scripted answer to `request`."""
         return Script(self._outputs(request, budget_s))
 
     async def _outputs(self, request: Request, budget_s: float) -> AsyncIterator[Output]:
@@ -99,7 +99,7 @@ class ScriptedBackend:
             )
 
     def _began(self, budget_s: float) -> Steps:
-        """What a fleet's call notes of a request; what a fleet does besides is not here."""
+        """The record of a request's call, as a fleet keeps it, without the fleet."""
         path = Steps(asyncio.get_running_loop().time())
         path.enter("place", asyncio.get_running_loop().time())
         text = f"attempt 0 room 1: prefill > decode (for {budget_s:.0f} s)"

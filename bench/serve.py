@@ -54,7 +54,7 @@ def served(flags: list[str]) -> Iterator[str]:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers depend on."""
+    """The facts of this machine that the numbers depend on."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     dirty = subprocess.run(
         ["git", "status", "--porcelain", "--untracked-files=no"],

@@ -1,4 +1,4 @@
-"""What `segue bench` itself costs: its CPU time per received chunk, against a server that does nothing.
+"""The cost of `segue bench` itself: its CPU time per received chunk, against a server that does nothing.
 
     .venv/bin/python bench/serve_client.py [--chunks 200] [--requests 200]
 

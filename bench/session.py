@@ -97,7 +97,7 @@ def segue_node(events: Events, role: Role) -> SessionNode:
 
 
 class Echo:
-    """What the server does with each message: echo, or count until `total` and answer once."""
+    """The server's handling of a message: echo, or count until `total` and answer once."""
 
     def __init__(self) -> None:
         self.total = 0

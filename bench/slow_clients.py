@@ -1,4 +1,4 @@
-"""What 2,000 slow or silent connections at the public door do to 16 clients that stream.
+"""The effect of 2,000 slow or silent connections at the public port on 16 clients that stream.
 
     .venv/bin/python bench/slow_clients.py [--connections 2000] [--streams 16] [--rounds 4] [--json FILE]
 

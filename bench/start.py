@@ -92,7 +92,7 @@ def family(pid: int) -> list[int]:
 
 
 def facts(pid: int) -> dict[str, object]:
-    """What one process is and has used."""
+    """Memory and CPU time of one process."""
     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -56,7 +56,7 @@ WRITER, READER = (RankId(LeaderId(Incarnation(digit * 32))) for digit in "ab")
 
 
 class Hello(msgspec.Struct):
-    """What the child says when it is ready."""
+    """The child's message when it is ready."""
 
     endpoints: dict[str, Endpoint]
     pid: int

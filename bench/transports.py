@@ -1,4 +1,4 @@
-"""What each transport makes of one hand-off, beside the plain copy and beside its library called directly.
+"""One hand-off over each transport, beside the plain copy and beside its library called directly.
 
     python bench/transports.py [--rounds 100] [--seconds 60] [--json bench/results/transports.json]
 
@@ -76,7 +76,7 @@ Call = Callable[[Rows, Rows], float]
 
 
 class Hello(msgspec.Struct):
-    """What the child says when it is ready. `agent`, `engine`: of the libraries called directly."""
+    """The child's message when it is ready. `agent` and `engine` belong to the libraries called directly."""
 
     endpoints: dict[str, Endpoint]
     pid: int
@@ -157,7 +157,7 @@ def serve_plain(listener: socket.socket, memory: Memory) -> None:
 
 
 def cpu_seconds(pids: tuple[int, int]) -> float:
-    """What all live threads of these processes have run."""
+    """CPU time of all live threads of these processes."""
     total = 0
     for pid in pids:
         for task in os.listdir(f"/proc/{pid}/task"):

@@ -18,7 +18,7 @@ SHAPE = kv.KVShape(layers=4, kv_heads=2 * HEADS, k_dim=64, v_dim=64, dtype="floa
 
 
 def computed(rank):
-    """What the model would have computed on this rank: `[layer, K or V, page, token, head, item]`."""
+    """The KV that the model would have computed on this rank: `[layer, K or V, page, token, head, item]`."""
     shape = (SHAPE.layers, 2, len(PAGES), SIZE, HEADS, SHAPE.k_dim)
     return np.random.default_rng(rank).random(shape).astype(np.float16)
 

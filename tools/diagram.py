@@ -42,7 +42,7 @@ def mermaid(moves: Moves, ends: frozenset[Any]) -> str:
 
 
 def moves_of(machine: type[Machine]) -> Moves:
-    """What leads from each state of `machine` to which ones: events, and what follows by itself."""
+    """The transitions from each state of `machine`: events, and those that follow by themselves."""
     found: dict[Any, dict[str, tuple[Any, ...]]] = {}
     for state, table in machine.TABLE.items():
         found[state] = {_label(event): row[1:] for event, row in table.items()}

@@ -129,7 +129,7 @@ def of_cpp(text: str) -> Signatures:
 
 
 def record(kind: str, files: list[str]) -> dict[str, Any]:
-    """What is kept of one library, by module."""
+    """The recorded signatures of one library, by module."""
     if kind == "cuda":
         modules = {name: importlib.import_module(name) for name in CUDA}
         version = importlib.import_module("cuda.bindings").__version__

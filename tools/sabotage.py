@@ -81,7 +81,8 @@ PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak and no
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who noticed: `test` (then which), `package`, `sim` (then which rule), or nobody: `survived`."""
+    """How a sabotage was detected: `test` (with its name), `package`, `sim` (with the rule), or
+    `survived`."""
 
     by: str
     text: str
@@ -116,7 +117,7 @@ def run(words: Sequence[str], source: Path, timeout_s: float) -> tuple[int, str]
 
 
 class Recorded:
-    """Which tests of a package execute which line, and how long each takes."""
+    """The lines that each test of a package executes, and each test's duration."""
 
     def __init__(self, package: str) -> None:
         self.folders = folders_of(package)

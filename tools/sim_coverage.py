@@ -1,4 +1,4 @@
-"""Which lines of production the simulator runs: a table of packages, and of lines left out (`--missed`).
+"""The lines of production that the simulator runs: a table of packages, and of lines left out (`--missed`).
 
 `python tools/sim_coverage.py --seeds 100` runs the seeds in this process. Lines that run while a module
 is imported (`def`, `class`) count as run, as they do for `coverage run`.

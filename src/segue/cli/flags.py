@@ -135,7 +135,7 @@ def _read(name: str, flag: str) -> bytes:
 
 
 def unknown(parser: Parser, words: list[str], others: Mapping[str, Parser] | None = None) -> ConfigError:
-    """What to say about words that `parser` does not know; `others` are the commands that may know them."""
+    """The error for words that `parser` does not know; `others` are the commands that may know them."""
     word = words[0].partition("=")[0]
     there = [f"segue {name}" for name in COMMANDS if others and word in others[name].words()]
     if not there:

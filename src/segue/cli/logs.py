@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class TextStream(Protocol):
-    """What a handler writes to: each event is one call of `write`."""
+    """The stream of a log handler: each event is one call of `write`."""
 
     def write(self, text: str, /) -> object:
         """Write whole lines."""

@@ -1,5 +1,5 @@
-"""What a scheduler and the leader's loop ask of an engine. Pure types: the simulator implements them without
-a model."""
+"""The interface of an engine to a scheduler and the leader's loop. Pure types: the simulator implements them
+without a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from segue.kv import ErrorInfo, Internal, InvalidRequest, PoolSpec, SegueError, 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a role and a frontend need to know of the loaded model.
+    """The properties of the loaded model for roles and frontends.
 
     `fingerprint` is a hash over configuration and weights (equal on both sides or no hand-off);
     `context_tokens` the longest sequence; `eos_token_ids` end a generation unless `ignore_eos`.
@@ -59,7 +59,7 @@ class OnStored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """What a step gave for one sequence that asked for a sample (or for prompt logprobs).
+    """The result of a step for one sequence that asked for a sample (or for prompt logprobs).
 
     `token` is None where nothing was sampled. `prompt_logprobs` holds one entry per token in
     `tokens` of the step (the first token of a prompt has None), if the sequence asked for them.

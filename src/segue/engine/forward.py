@@ -1,4 +1,4 @@
-"""What a replica's engine asks of what computes: the forward of all its ranks, and that of its own rank."""
+"""The forward that a replica's engine calls: of all its ranks, and of its own rank."""
 
 from __future__ import annotations
 

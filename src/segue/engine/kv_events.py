@@ -1,4 +1,4 @@
-"""What enters and leaves the prefix cache of an instance: vLLM's KV events, and what our frontends are told.
+"""Changes of an instance's prefix cache: vLLM's KV events, and the messages to our frontends.
 
 The first four are encoded as vLLM's are (`vllm/distributed/kv_events.py`; from 0.23 on an event is a map with
 its `type`, the batch around it an array), so that routers made for vLLM can read them. A block is a page: the
@@ -80,8 +80,7 @@ def page_hashes(prompt: Sequence[int], page_tokens: int, salt: int = 0) -> Itera
 
 
 def net(events: Iterable[KVEvent]) -> tuple[bool, list[int], list[int]]:
-    """What is different after `events`: whether everything went first, hashes that are there, and hashes that
-    are not."""
+    """The net change of `events`: whether everything was removed first, added hashes, removed hashes."""
     cleared, there = False, dict[int, bool]()
     for event in events:
         if isinstance(event, AllBlocksCleared):

@@ -17,7 +17,7 @@ from segue.engine.engine_api import SequenceStep
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a step's sequences are checked against."""
+    """Limits for a step's sequences."""
 
     vocab_size: int
     context_tokens: int

@@ -24,7 +24,7 @@ _ROUNDING_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What this host offers: cores this process may use, and memory that is free, in bytes."""
+    """The resources of this host: cores this process may use, and free memory in bytes."""
 
     cores: int
     free_bytes: int
@@ -32,8 +32,8 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a model needs: its weights, the KV of one token over all layers and the state of one sequence, in
-    bytes, and the longest sequence in tokens."""
+    """The sizes of a model: its weights, the KV of one token over all layers and the state of one sequence,
+    in bytes, and the longest sequence in tokens."""
 
     weight_bytes: int
     token_bytes: int
@@ -42,7 +42,7 @@ class ModelSize:
 
 
 def state_slots(pool_bytes: int, state_bytes: int) -> int:
-    """Of a pool the slots for the state of as many sequences; none where a sequence has no state."""
+    """The number of state slots in a pool, one per sequence; 0 if sequences have no state."""
     if not state_bytes:
         return 0
     return max(1, min(MAX_STATE_SLOTS, pool_bytes // STATE_PART // state_bytes))

@@ -33,7 +33,7 @@ EVICTED_SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the tree has of a sequence: `pages`, leased to the caller, hold its first `tokens` tokens."""
+    """The cached prefix of a sequence: `pages`, leased to the caller, hold its first `tokens` tokens."""
 
     pages: list[int]
     tokens: int
@@ -70,7 +70,7 @@ class _Node:
 
 
 class Journal(Protocol):
-    """Who hears what the tree takes and gives back."""
+    """Gets the pages that the tree takes and gives back."""
 
     def stored(self, pages: Sequence[int], after: int | None, tokens: Sequence[int], salt: int) -> None:
         """It has taken `pages`, which hold `tokens` and follow the page `after`, or begin one of `salt`."""
@@ -376,7 +376,7 @@ class PrefixTree:
             )
 
     def _recount(self) -> int:
-        """What `evictable` must be, by the leases alone."""
+        """The value of `evictable`, counted from the leases alone."""
         blocked: set[_Node] = set()
         total = 0
         for node in self._recent:  # descendants first, see the module's docstring

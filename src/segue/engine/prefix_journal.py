@@ -33,7 +33,7 @@ class PrefixJournal:
         return self._dropped or bool(self._events)
 
     def take(self) -> list[KVEvent]:
-        """What has happened since the last time, in order."""
+        """The events since the last call, in order."""
         events = [AllBlocksCleared(), *self.whole()] if self._dropped else self._events
         self._events, self._blocks, self._dropped = [], 0, False
         return events

@@ -35,7 +35,7 @@ LOGPROB_ROWS = 128
 
 
 class TokenSampler(Protocol):
-    """What the engine asks of `segue.engine.sampler.Sampler`."""
+    """The sampler that the engine calls; `segue.engine.sampler.Sampler` is the real one."""
 
     def open(
         self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()
@@ -54,7 +54,7 @@ class TokenSampler(Protocol):
 
 @dataclass(slots=True)
 class _OpenSequence:
-    """What the engine itself keeps of an open sequence.
+    """The engine's own record of an open sequence.
 
     `last_hidden` is the final hidden state of the last prompt token computed so far, of which
     the next chunk's first token takes its log-probability; kept only if those were asked for.

@@ -1,4 +1,4 @@
-"""What one generation asks for and what comes back, between frontend, roles and engine.
+"""A generation's request and outputs, between frontend, roles and engine.
 
 Pure msgspec structs; they travel on the control channel as they are.
 """

@@ -1,4 +1,4 @@
-"""Which addresses only this host can reach. Pure."""
+"""Addresses that only this host can reach. Pure."""
 
 from __future__ import annotations
 

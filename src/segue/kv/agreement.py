@@ -51,7 +51,7 @@ Fold = Generator[Gather | Least, list[list[int]], ResultT]
 
 
 class CallKind(enum.IntEnum):
-    """What a rank asks the others."""
+    """The question that a rank asks the others."""
 
     POLL = 0
     RELEASED = 1

@@ -1,4 +1,4 @@
-"""Who a leader is, how it meets its peers, and what its parts run on."""
+"""The configuration of a leader: its identity, its peers, and the resources of its parts."""
 
 from __future__ import annotations
 

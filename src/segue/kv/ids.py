@@ -55,7 +55,7 @@ class KVPoll(enum.IntEnum):
 
 
 class Role(enum.StrEnum):
-    """What an instance does."""
+    """The role of an instance."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -88,7 +88,7 @@ class LeaderId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
     @property
     def is_open(self) -> bool:
-        """Which rank of the incarnation it is, is not known yet."""
+        """Whether the rank of the incarnation is not known yet."""
         return self.dp_rank == OPEN_RANK
 
 
@@ -112,7 +112,7 @@ def _check_room(room: int, **counters: int) -> None:
 
 
 class RoomKey(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=True):
-    """What an engine calls one half of a request's hand-off.
+    """An engine's name of one half of a request's hand-off.
 
     `room` is a non-zero unsigned 64-bit integer that is minted for each request. `generation` counts the uses
     of one room, `ordinal` the samples of one request, both from 0. `attempt` is decode's alone: prefill keeps

@@ -40,7 +40,7 @@ class Io(Protocol):
 
 
 class LoopIo:
-    """What any thread may ask of a loop that runs on another one."""
+    """Operations on an event loop that any other thread may call."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

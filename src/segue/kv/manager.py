@@ -172,7 +172,7 @@ class KVManager(Handles):
             self._handle(events.PeerDown(leader, error.info))
 
     def problems(self) -> list[str]:
-        """What is wrong with the tables, whatever happens at the moment; call it on the I/O thread."""
+        """Inconsistencies of the tables at this moment; call it on the I/O thread."""
         sessions = self.plane.sessions
         found = [
             f"no session for peer {leader}"
@@ -290,7 +290,7 @@ class KVManager(Handles):
             self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect, route)
 
     def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
-        """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
+        """End the hand-off of an event that the protocol refused, and no other one."""
         if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
             return events.refusal(event, error.info)
         phase = self.exchange.phase_of(event.key)
@@ -420,7 +420,8 @@ class KVManager(Handles):
                 peer.session.close(error)
 
     def paths(self) -> dict[str, PathSpeed]:
-        """What the path to each live peer has carried, by its name; none to a peer that is still choosing."""
+        """The traffic on the path to each live peer, by its name; peers that are still choosing a transport
+        have none."""
         return {str(leader): peer.speed for leader, peer in self._peers.items() if not peer.choosing}
 
     # ---- sessions with peer leaders (SessionHandler) -----------------------------------------

@@ -1,4 +1,4 @@
-"""What was measured of the ways to a peer, and which of them was taken: for logs, metrics and `segue ps`."""
+"""Measured speeds of the paths to a peer, and the chosen one: for logs, metrics and `segue ps`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class PathFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a path can do: `page_s` until a page that is written alone has landed; `bytes_per_s` of many."""
+    """The speed of a path: `page_s` until a single page has landed; `bytes_per_s` of many."""
 
     page_s: float
     bytes_per_s: float

@@ -53,9 +53,9 @@ class PathSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What two leaders that may choose measure: the transports `names`, the preferred one first, between the
-    rank `source` of prefill and the rank `target` of decode, in pages of `shape`. `left_out` are the
-    transports that only one side offers, or that do not lead from one to the other."""
+    """The measurement that two leaders with a choice make: the transports `names`, the preferred one first,
+    between the rank `source` of prefill and the rank `target` of decode, in pages of `shape`. `left_out` are
+    the transports that only one side offers, or that do not connect these ranks."""
 
     names: list[str]
     left_out: list[PathCandidate]
@@ -83,7 +83,7 @@ class Peer:
 
     @property
     def choosing(self) -> bool:
-        """Which transport it will be is not known yet; `transport` is the one that is preferred."""
+        """Whether the transport is still being chosen; `transport` is the preferred one until then."""
         return self.probe is not None and self.speed.choice is None
 
     def take(self, choice: PathChoice) -> None:
@@ -116,7 +116,8 @@ class PeerPlan:
 
 
 class Compatibility:
-    """What a leader says of itself to its peers, and what follows for a pair from what both say."""
+    """The properties that a leader sends to its peers, and the plan for a pair that follows from both
+    sides'."""
 
     def __init__(self, role: Role, info: LeaderInfo, kinds: TransportKinds) -> None:
         self._role = role
@@ -142,7 +143,7 @@ class Compatibility:
         return plan
 
     def checked(self, peer: PeerInfo) -> PeerPlan:
-        """What `check_peer` found a moment ago, when the peer was let in; once."""
+        """The result of `check_peer` for a peer that was just accepted; may be called once."""
         return self._checked.pop(peer, None) or self._join(peer)
 
     def _join(self, peer: PeerInfo) -> PeerPlan:

@@ -1,4 +1,4 @@
-"""What a leader asks the registry about rooms, and tells it: the effects `AskRoom`, `RegisterRoom` and
+"""A leader's queries and messages to the registry about rooms: the effects `AskRoom`, `RegisterRoom` and
 `RoomSettled`. Everything runs on the I/O thread."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RoomRegistry(Protocol):
         ...
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
-        """Who has the room; waits until somebody registers it, at most `timeout_s` seconds."""
+        """The owner of the room; waits for its registration, at most `timeout_s` seconds."""
         ...
 
 

@@ -178,7 +178,7 @@ class TransportNegotiation:
         return PathCandidate(transport=name, figures=figures)
 
     def _path(self, peer: Peer, probe: Probe, name: str) -> tuple[int, RankId, str, bytes]:
-        """What is measured of a transport: from which rank, to which one, and how that is reached."""
+        """The path of a transport to measure: source rank, target rank, and the target's address."""
         to = RankId(peer.session.peer.leader, probe.target)
         return probe.source, to, name, peer.info.endpoints[name][probe.target]
 

@@ -33,8 +33,8 @@ from segue.lab.advise.workload import AskedLoad, LatencyTargets, Lengths
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--measure` found and `--save` writes: forwards of one worker with `threads` threads, and
-    transports between two processes of this host."""
+    """The measurement that `--measure` makes and `--save` writes: forwards of one worker with `threads`
+    threads, and transports between two processes of this host."""
 
     model: str
     dtype: str

@@ -1,4 +1,4 @@
-"""What a model costs, from its description alone (`config.json`): parameters, KV, attention."""
+"""The costs of a model, from its description alone (`config.json`): parameters, KV, attention."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def found(model: str) -> Path:
 
 
 def costs(folder: Path, dtype: str) -> ModelCosts:
-    """What the model in `folder` costs with weights and KV in `dtype`. Raises ConfigError for a family whose
-    description is not known."""
+    """The costs of the model in `folder` with weights and KV in `dtype`. Raises ConfigError for a family
+    whose description is not known."""
     values = read_json(folder / "config.json", f"{folder} has no config.json")
     values = values.get("text_config", values)
     size, known = model_size(folder, dtype), _known()

@@ -1,4 +1,4 @@
-"""What `segue advise` prints: the advice, a table, a plot and the transports."""
+"""The output of `segue advise`: the advice, a table, a plot and the transports."""
 
 from __future__ import annotations
 

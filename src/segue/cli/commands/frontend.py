@@ -149,7 +149,7 @@ def _import_server() -> ModuleType:
 
 
 def _in_thread(work: Callable[[], ModuleType]) -> asyncio.Future[ModuleType]:
-    """What `work` returns or raises, from a thread that the process does not wait for when it ends."""
+    """Run `work` on a thread that the process does not wait for when it ends; its result or exception."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[ModuleType] = loop.create_future()
 

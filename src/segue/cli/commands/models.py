@@ -48,8 +48,8 @@ def resolve(model: str, cache: str | None, revision: str | None = None, *, weigh
 
 
 def model_size(path: Path, dtype: str) -> ModelSize | None:
-    """What the model in the folder `path` needs with weights and KV in `dtype`, from its description; None if
-    that does not say. Raises ConfigError for a size there that is none."""
+    """The sizes of the model in the folder `path` with weights and KV in `dtype`, from its description; None
+    if that lacks them. Raises ConfigError for an invalid size."""
     try:
         config = json.loads((path / "config.json").read_bytes())
         config = config.get("text_config", config)

@@ -121,7 +121,8 @@ def pairs(rows: Sequence[Row]) -> dict[tuple[str, str], PairStatus]:
 
 
 def chosen(joined: Mapping[tuple[str, str], PairStatus]) -> list[str]:
-    """Of each pair whose transport a probe has chosen: what it measured of that one, and of the others."""
+    """A line for each pair whose transport a probe has chosen: the measurements of that transport and of the
+    others."""
     choices = {names: pair.choice for names, pair in sorted(joined.items(), key=lambda item: item[0])}
     return [
         f"{prefill} to {decode}: {choice.describe()}"

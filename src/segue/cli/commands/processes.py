@@ -1,4 +1,4 @@
-"""What `serve`, `prefill`, `decode`, `unified` and `frontend` do once their settings are read."""
+"""Runs `serve`, `prefill`, `decode`, `unified` and `frontend` after their settings are read."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def look_command(registry: str, secret_file: str, tls: TlsConfig) -> str:
 
 
 def announce_ready(console: Console, url: str, model: str, access: AccessConfig | None, looking: str) -> None:
-    """What to try, without any key in it: a terminal's history and logs are no place for one."""
+    """Print a request to try, without a key in it: a terminal's history and logs must not contain one."""
     shown = ""
     if access is not None:
         key = "$SEGUE_API_KEY"

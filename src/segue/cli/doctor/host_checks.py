@@ -1,4 +1,4 @@
-"""What `segue doctor` makes of the facts of a host: one small function for each thing that can be wrong."""
+"""The checks of `segue doctor` on a host's facts: one small function per problem."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def open_files(facts: HostFacts) -> Check:
 
 
 def shared_memory(facts: HostFacts) -> Check:
-    """What `shm` is made of: memfds that cannot shrink, and pidfds that tell when a peer is gone."""
+    """The parts of `shm`: memfds that cannot shrink, and pidfds that signal the end of a peer."""
     tried = {"memfd_create": facts.memfd, "seals of memfds": facts.seals, "pidfd_open": facts.pidfd}
     broken = [f"{what}: {why}" for what, why in tried.items() if why]
     if not broken:

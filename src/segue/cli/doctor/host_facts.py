@@ -1,4 +1,4 @@
-"""What `segue doctor` looks at: facts of this host, without judging them.
+"""The facts of this host that `segue doctor` judges.
 
 Everything that touches the host is here, so that `host_checks` is a set of functions over `HostFacts` that
 tests give whatever facts they like.
@@ -71,8 +71,8 @@ class CacheFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What was found. Where something was tried, an empty text means that it works, and any other says why
-    it does not."""
+    """Facts of this host. For a trial an empty text means success; any other text is the reason of the
+    failure."""
 
     python: tuple[int, int, int]
     system: str

@@ -1,4 +1,4 @@
-"""What `segue doctor` makes of the instances of a registry: each one, and each pair that must meet."""
+"""The checks of `segue doctor` on the instances of a registry: each one, and each pair that must meet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Address = tuple[str, int]
 
 
 def name(record: InstanceRecord) -> str:
-    """What an instance is called in the table."""
+    """The name of an instance in the table."""
     return f"{record.role.value} {record.incarnation[:8]}"
 
 

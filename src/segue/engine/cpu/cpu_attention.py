@@ -22,7 +22,7 @@ _flash = torch._scaled_dot_product_flash_attention_for_cpu
 
 
 class StepContext:
-    """What the layers need to know of the running step; travels through the forward as a keyword."""
+    """The state of the running step that the layers need; passed through the forward as a keyword."""
 
     __slots__ = (
         "_attended",

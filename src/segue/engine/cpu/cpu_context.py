@@ -48,7 +48,7 @@ class OtherRows:
 
 
 def _steps_of(whole: Packed, rows: range) -> list[SequenceStep]:
-    """What of the steps of `whole` falls to `rows`: as if what is before it had been computed already."""
+    """The part of the steps of `whole` that falls to `rows`, as if all earlier rows had been computed."""
     steps = []
     for segment in whole.segments:
         first = max(segment.row, rows.start) - segment.row

@@ -39,10 +39,10 @@ class StateLayer(nn.Module):
 
 
 class _Mixer(Protocol):
-    """What brings the tokens of a sequence together."""
+    """A layer's operation across the tokens of a sequence."""
 
     def plus(self, normed: Tensor, x: Tensor, step: StepContext) -> Tensor:
-        """What it makes of the rows `normed`, plus `x`; the state of their sequences moves on."""
+        """The output for the rows `normed`, plus `x`; advances the state of their sequences."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What numba lacks: addresses, prefetching, wide vectors, floats of 16 bits, a fast exponential."""
+"""Operations that numba lacks: addresses, prefetching, wide vectors, 16-bit floats, a fast exponential."""
 
 from __future__ import annotations
 

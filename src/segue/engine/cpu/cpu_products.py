@@ -198,7 +198,7 @@ def _bias(linear: nn.Linear) -> Tensor:
 
 
 class FeedForward:
-    """What follows the attention of a layer: dense, or transformers' own mixture of experts."""
+    """The part of a layer after its attention: dense, or transformers' mixture of experts."""
 
     def __init__(self, mlp: Any, make: ProductMaker) -> None:
         self.mixture: Any = None
@@ -210,7 +210,7 @@ class FeedForward:
         self._ranks = make.tp
 
     def __call__(self, normed: Tensor) -> Tensor:
-        """What it makes of the rows `normed`."""
+        """The output for the rows `normed`."""
         if self.mixture is None:
             return self._down(self._inner(normed))
         mixed: Tensor = self.mixture(normed.unsqueeze(0))[0]

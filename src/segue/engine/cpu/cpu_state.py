@@ -68,11 +68,9 @@ class StepState:
     def recur(
         self, past: Tensor, rule: Callable[..., tuple[Tensor, Tensor]], value: Tensor, *others: Tensor
     ) -> Tensor:
-        """What `rule` makes of all rows, in float32, shaped as `value`; `past` (`[slots, …]`) is moved on.
-
-        It is called as `rule(past, value, *others)` with the part of some sequences of equally many rows:
-        `[sequences, …]` of `past`, `[sequences, rows, …]` of the rest. It returns what it makes of the rows
-        and what `past` is after them."""
+        """Apply `rule` to all rows in float32; the result is shaped as `value`, and `past` (`[slots, …]`)
+        advances. `rule(past, value, *others)` gets sequences with equal numbers of rows: `[sequences, …]` of
+        `past`, `[sequences, rows, …]` of the rest. It returns its output for the rows and the new `past`."""
         out = torch.empty(value.shape, dtype=torch.float32)
         inputs = (value, *others)
         if self.rows is not None and self.slots is not None:

@@ -41,7 +41,7 @@ class WindowBlock:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the layers of one window see of one segment.
+    """The KV of one segment that the layers of one window attend to.
 
     The KV read from the pool are tokens `[low, high)`: either as `parts`, one per run of
     neighbouring pages, each a tuple over layers of K, V, K, V, … (`[1, kv_heads, tokens, head_dim]`,
@@ -89,8 +89,8 @@ def singles_of(segments: Sequence[Segment], page_tokens: int) -> Singles | None:
 
 
 def view_of(segment: Segment, pool: KVPool, window: int | None) -> View:
-    """What layers with this sliding window in tokens (None: full attention) see of a segment of several
-    rows."""
+    """The view of a segment of several rows for layers with this sliding window in tokens (None: full
+    attention)."""
     step, start = segment.step, segment.start
     end = start + segment.rows
     if window is not None and end > window:

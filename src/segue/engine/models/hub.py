@@ -100,7 +100,7 @@ def _cached(name: str, revision: str | None, *, weights: bool) -> Path:
 
 
 def _fetch(name: str, revision: str | None, *, weights: bool) -> Path:
-    """What the child does; see `fetch`."""
+    """The child's part of `fetch`."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 

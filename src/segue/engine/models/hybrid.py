@@ -27,11 +27,11 @@ class HybridFamily(ModelFamily):
         raise NotImplementedError
 
     def sums(self, values: Mapping[str, Any], layers: int) -> tuple[StateTensor, ...]:
-        """What `layers` layers keep besides the convolution's inputs."""
+        """The state of `layers` layers besides the convolution's inputs."""
         return ()
 
     def layer_types(self, values: Mapping[str, Any]) -> list[str]:
-        """What each layer is, by transformers' names."""
+        """The type of each layer, by transformers' names."""
         if (found := values.get("layer_types")) is not None:
             return list(found)
         attentions = self.attentions(values)

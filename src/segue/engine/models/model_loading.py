@@ -114,7 +114,7 @@ def load_model(folder: Path, dtype: str, *, in_parts: bool = False) -> LoadedMod
 
 
 def _told(factory: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What transformers counts the weights with: lines of our log in place of a bar."""
+    """A progress counter for transformers: lines of our log in place of a bar."""
     if options.get("desc") != "Loading weights" or not args:
         return factory(*args, **options)
     return counted("weights_loading", args[0], len(args[0]))

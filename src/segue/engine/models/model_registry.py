@@ -81,7 +81,7 @@ class ModelFamily:
         return 2 * _kv_heads(values) * _head_dim(values)
 
     def state(self, values: Mapping[str, Any], dtype: str, item_bytes: int) -> tuple[StateTensor, ...]:
-        """What a sequence keeps beside its KV, computed in `dtype`."""
+        """The state of a sequence beside its KV, computed in `dtype`."""
         return ()
 
     def expert_layers(self, values: Mapping[str, Any]) -> int:
@@ -160,7 +160,7 @@ def known_families() -> dict[str, ModelFamily]:
 
 
 def type_of(values: Mapping[str, Any]) -> str | None:
-    """What the configuration says that it is; None if it says nothing."""
+    """The model type that the configuration names; None if it names none."""
     found = values.get("model_type")
     return found if isinstance(found, str) else None
 

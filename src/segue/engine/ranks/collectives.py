@@ -128,7 +128,8 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank of a replica this is, and the ranks that it computes with; None along an axis of one."""
+    """The rank's number in its replica, and the groups that it computes with; None along an axis of size
+    one."""
 
     size: ParallelSize
     rank: int

@@ -303,7 +303,8 @@ class DpGroup:
     # ---- the end ---------------------------------------------------------------------------------
 
     def _cause(self, seen: SegueError) -> SegueError:
-        """What a rank sees of the end of its group is seldom why: whoever knows more tells it."""
+        """The reason why the group ended. The error that a rank sees is seldom the cause; a rank that knows
+        more sends it."""
         if seen.code is ErrorCode.PEER_LOST and self._thread.is_alive():
             self._ended.wait(CAUSE_S)
         return seen

@@ -201,7 +201,8 @@ class RanksForward:
         return self._error
 
     def _cause(self, seen: SegueError) -> SegueError:
-        """What the leader sees of the end of its group is seldom why: the others know more."""
+        """The reason why the group ended. The error that the leader sees is seldom the cause; another rank
+        may know it."""
         ends = [f"rank 0: {seen}"]
         for rank, worker in enumerate(self._workers, 1):
             try:

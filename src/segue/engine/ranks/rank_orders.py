@@ -1,4 +1,4 @@
-"""What the leader of a replica and its other ranks say to each other, over the `RankLink` of each."""
+"""Messages between the leader of a replica and its other ranks, over the `RankLink` of each."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _cut_mlp(mlp: Any, tp: int, size: int) -> None:
 
 
 def _cut_experts(experts: Any, tp: int, size: int) -> None:
-    """Of every expert the same part of its inner items; `gate_up_proj` holds all of gate, then all of up."""
+    """Keep the same part of every expert's inner items; `gate_up_proj` holds all of gate, then all of up."""
     gate, up = experts.gate_up_proj.chunk(2, 1)
     units = share(gate.shape[1] // _ALIGNED, tp, size)
     last = gate.shape[1] if tp == size - 1 else units.stop * _ALIGNED

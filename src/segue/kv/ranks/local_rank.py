@@ -51,14 +51,14 @@ LOAD_S = 10.0
 
 
 class RankOwner(Protocol):
-    """Who is told what a rank answers. Called on any thread; `rank` is the rank's index."""
+    """Receives the answers of a rank. Called on any thread; `rank` is the rank's index."""
 
     def moved(self, rank: int, transport: str, event: TransportEvent) -> None:
         """An event of the rank's transport of this name."""
         ...
 
     def granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None = None) -> None:
-        """What a `grant` asked for that was not done at once has been done, or why it was not."""
+        """An earlier `grant` is now done, or failed with `error`."""
         ...
 
     def hashed(self, answer: ChecksumReady) -> None:

@@ -73,7 +73,7 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """What is complete now. Raises TransferFailed for bytes that are no message."""
+        """The messages that are complete now. Raises TransferFailed for bytes that are no message."""
         self._buffer += data
         found: list[Any] = []
         while len(self._buffer) >= HEAD.size:
@@ -151,7 +151,7 @@ class RankLink(asyncio.Protocol):
             raise PeerLost(f"{self.name} said nothing in the time that it had") from None
 
     def ready(self) -> wire.ReadyAnswer:
-        """What the rank says of itself when it begins to serve, at most `limits.connect_s` from now. Raises
+        """The rank's description when it begins to serve, at most `limits.connect_s` from now. Raises
         BootstrapTimeout, and what `receive` does."""
         try:
             ready: wire.ReadyAnswer = self._next(self._ready, self.limits.connect_s)

@@ -109,7 +109,7 @@ class RankListener:
         sock: socket.socket,
         missing: set[int],
     ) -> int:
-        """Which rank it is, or -1 if that is not known, or never will be."""
+        """The rank that has connected, or -1 if it is unknown or was refused."""
         try:
             data = sock.recv(_HELLO.size - len(unknown[sock]))
         except OSError:

@@ -1,4 +1,4 @@
-"""What a leader and the process of one of its ranks say to each other of hand-offs, over a `RankLink`.
+"""Messages about hand-offs between a leader and the process of one of its ranks, over a `RankLink`.
 
 The rank speaks first: `ReadyAnswer`. To a `…Command` it says the `…Answer` of the same name, to a
 `WriteCommand` or a `FenceCommand` a `MovedAnswer`, to a `PingCommand` `PongAnswer`, to those of which `Rank`
@@ -62,7 +62,7 @@ class MeasureCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class DoneAnswer(msgspec.Struct, frozen=True, tag=True):
-    """What was asked by this number was done, or why it was not; `figures` if something was measured."""
+    """The command of this number was done, or failed with `error`; `figures` if something was measured."""
 
     number: int
     figures: PathFigures | None = None

@@ -96,7 +96,7 @@ class RankWorker:
         background(answered(), name=what, failed=self._broken)
 
     def _refuse(self, command: wire.Command, error: SegueError) -> None:
-        """What was asked was not done, and its hand-off ends; but a fence is asked for until it is taken."""
+        """The command failed, and its hand-off ends; a fence is repeated until it succeeds."""
         match command:
             case wire.WriteCommand(transport, peer, epoch, number):
                 self._say(wire.MovedAnswer(transport, WriteFailed(peer, epoch, number, error)))

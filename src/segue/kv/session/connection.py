@@ -59,7 +59,7 @@ _PING = encode_frame(Ping())
 
 
 class ConnectionOwner(Protocol):
-    """What a connection needs from its node.
+    """The node of a connection.
 
     - `check_address` and `authenticated` may raise a SegueError to refuse the peer; the latter answers whose
       session it is to be. `next_turn` is a number larger than all before, to tell what came first.
@@ -135,7 +135,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def peer(self) -> PeerInfo:
-        """Who is at the other end; known from `accept` on."""
+        """The peer at the other end; known from `accept` on."""
         assert self._peer is not None
         return self._peer
 
@@ -354,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
                 pass
 
     def _introduction(self) -> bytes:
-        """What we say of ourselves, which is one thing in a session."""
+        """Our description for the peer, which does not change within a session."""
         if self._sent_hello is None:
             self._sent_hello = self._ask("introduce itself", self.handler.hello)
         return self._sent_hello

@@ -1,4 +1,4 @@
-"""What travels on a session's connection: a preamble, then length-prefixed frames.
+"""The bytes of a session's connection: a preamble, then length-prefixed frames.
 
     preamble   6 bytes `segue\\0`, unsigned 16-bit protocol version
     frame      unsigned 32-bit length of the body, unsigned 8-bit kind, CRC-32 of these two,
@@ -63,7 +63,7 @@ class SessionHello(msgspec.Struct, frozen=True, tag="Hello", kw_only=True):
 
     @property
     def leader(self) -> LeaderId:
-        """Whose session this is to be."""
+        """The peer of this session."""
         return LeaderId(self.incarnation, self.dp_rank)
 
 

@@ -1,4 +1,4 @@
-"""What was received on one connection and not read yet, cut into frames. No I/O."""
+"""Received and unread bytes of one connection, cut into frames. No I/O."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class SessionNode:
         return self._listen
 
     def gather(self) -> None:
-        """What is sent from now on, until the loop's next turn, is one write for each session."""
+        """Join all messages until the loop's next turn into one write per session."""
         if not self._gathering:
             self._gathering = True
             self.batch_begin()
@@ -520,7 +520,7 @@ class SessionNode:
 
 
 def _place(advertised: str, remote_host: str) -> str:
-    """What a peer advertises, if that is one place for everybody: a loopback address is so only for those
-    who see the peer there."""
+    """The advertised address if it means the same host for everybody: a loopback address does so only for
+    peers on this host."""
     host = advertised.rpartition(":")[0]
     return "" if is_loopback(host) and not is_loopback(remote_host) else advertised

@@ -70,7 +70,7 @@ def session_id(dialler: SessionHello, listener: SessionHello) -> bytes:
 
 
 class Expect(enum.Enum):
-    """Which frame comes next."""
+    """The next expected frame."""
 
     HELLO = enum.auto()
     PROOF = enum.auto()
@@ -81,7 +81,7 @@ class Expect(enum.Enum):
 
 
 class Progress(enum.Enum):
-    """What a frame has brought about, for the owner of the connection to act upon."""
+    """The result of a frame, for the owner of the connection."""
 
     WAIT = enum.auto()
     #: The dialler: the listener's claims are here; answer with `proof_frame`.

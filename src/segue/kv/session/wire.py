@@ -56,7 +56,7 @@ class Wire:
 
     @property
     def backlog_bytes(self) -> int:
-        """What waits to be sent."""
+        """Bytes that wait to be sent."""
         waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
         return waiting + self._out_bytes
 

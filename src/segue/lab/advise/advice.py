@@ -1,4 +1,4 @@
-"""Which workers to run: every split of a number of workers compared with as many unified ones. Pure."""
+"""Compares every split of a number of workers with as many unified ones. Pure."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _GAIN = 1.05
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests would see: time to the first token, time between tokens (seconds), requests finished a
-    second."""
+    """Predicted figures of requests: time to first token, time between tokens (seconds), finished requests
+    per second."""
 
     ttft_p50_s: float
     ttft_p99_s: float
@@ -97,7 +97,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expect(question: Question, split: WorkerSplit, requests: int, load: AskedLoad | None = None) -> Expected:
-    """What the first `requests` requests of the load see."""
+    """Predict the first `requests` requests of the load."""
     seen = simulate(
         question.kind,
         split,
@@ -299,7 +299,7 @@ def _with_frontier(found: Sequence[SplitResult]) -> tuple[SplitResult, ...]:
 
 
 def advise(question: Question, workers: int | None = None) -> Advice:
-    """What to run with exactly `workers` workers, or else with the fewest that meet the targets."""
+    """The advice for exactly `workers` workers, or else for the fewest that meet the targets."""
     if (floor := _floor(question)) is not None:
         return Advice(verdict="impossible", split=None, reasons=(floor,))
     found: list[SplitResult] = []

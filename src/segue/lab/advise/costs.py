@@ -103,10 +103,10 @@ def _rows(point: RowsPoint) -> int:
 
 
 class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model costs. `parameters` are multiplied for each row; `weight_bytes` are read in each forward,
-    and of `expert_bytes` the part that `experts_per_token` of `experts` hit; `pair_flops` is attention of one
-    token to another over all layers; `kv_token_bytes` and `state_bytes` (of a sequence) are handed over; a
-    sequence has at most `context_tokens`."""
+    """The costs of a model. `parameters` are multiplied for each row; `weight_bytes` are read in each
+    forward, and of `expert_bytes` the part that `experts_per_token` of `experts` hit; `pair_flops` is
+    attention of one token to another over all layers; `kv_token_bytes` and `state_bytes` (of a sequence) are
+    handed over; a sequence has at most `context_tokens`."""
 
     name: str
     parameters: float
@@ -128,8 +128,8 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker (all its ranks together) reaches: floating point operations and bytes of memory a
-    second."""
+    """The reached speed of one worker (all its ranks together): floating point operations and bytes of memory
+    per second."""
 
     flops: float
     memory_bytes_per_s: float

@@ -1,5 +1,4 @@
-"""What happens to requests at so many workers: their queues, event by event, in time of our own. Pure,
-seeded.
+"""Simulates the queues of a number of workers, event by event, in virtual time. Pure, seeded.
 
 Workers behave as segue's schedulers do. A request goes to the worker (of each role) with the fewest requests,
 and waits until the one that will generate has room for its KV. Prompts are computed in order of arrival, in
@@ -62,8 +61,8 @@ class WorkerSplit(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class SimulatedTimes:
-    """What was seen: times to the first token (seconds), times between tokens as (seconds, how many),
-    requests finished and when the last one was (seconds)."""
+    """Simulated times: times to first token (seconds), times between tokens as (seconds, count), finished
+    requests and the time of the last one (seconds)."""
 
     ttft_s: list[float] = field(default_factory=list)
     gaps: list[tuple[float, int]] = field(default_factory=list)
@@ -266,8 +265,8 @@ class _Run:
 
 
 class HandOffTimes(NamedTuple):
-    """Of one prompt on idle workers, in seconds: all of its wire time, and how long after the last forward
-    the last of it lands (the wire carries a chunk while the next one is computed)."""
+    """Times of one prompt on idle workers, in seconds: all of its wire time, and how long after the last
+    forward the last of it lands (the wire carries a chunk while the next one is computed)."""
 
     wire_s: float
     exposed_s: float

@@ -1,4 +1,4 @@
-"""What is asked of a deployment: how many requests, how long they are, how fast they must be. Pure."""
+"""The load on a deployment: number of requests, their lengths, latency targets. Pure."""
 
 from __future__ import annotations
 

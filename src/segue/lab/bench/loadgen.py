@@ -226,7 +226,7 @@ class EventReader:
 
 @dataclass(slots=True)
 class StreamResult:
-    """What one streamed generation gave. `token_times` are those of the loop's monotonic clock."""
+    """The result of one streamed generation. `token_times` are those of the loop's monotonic clock."""
 
     token_times: list[float]
     end: float = 0.0

@@ -76,7 +76,7 @@ def summary(
     slo_ttft_ms: float | None = None,
     slo_itl_ms: float | None = None,
 ) -> dict[str, object]:
-    """What a measurement of `duration_s` seconds says; latencies in milliseconds."""
+    """The summary of a measurement of `duration_s` seconds; latencies in milliseconds."""
     done = [s for s in samples if not s.error]
     result: dict[str, object] = {
         "requests": len(samples),

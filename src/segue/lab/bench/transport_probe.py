@@ -41,9 +41,9 @@ _READER = RankId(LeaderId(Incarnation("d1" * 16), 0), 0)
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """What one transport does here: `page_us` is the best of writing one page of 64 KiB and hearing that it
-    has landed; `gb_per_s` the best of writing 32 MiB at once, or what about a second is enough for.
-    `memory_gb_per_s`: 32 MiB, copied within one process by numpy."""
+    """The speed of one transport on this host. `page_us`: the shortest time from posting one page of 64 KiB
+    to its confirmation. `gb_per_s`: the best rate of 32 MiB in one write, or of a size that takes about a
+    second. `memory_gb_per_s`: 32 MiB, copied within one process by numpy."""
 
     transport: str
     page_us: float

@@ -1,1 +1,1 @@
-"""Which replica gets a request. One small class per policy, one method each. Pure."""
+"""Chooses the replica of a request. One small class per policy, one method each. Pure."""

@@ -32,7 +32,7 @@ _OF_THE_PAIR = MISFITS | {ErrorCode.TRANSFER_FAILED, ErrorCode.CHECKSUM_MISMATCH
 
 
 class Next(enum.Enum):
-    """What follows a failed attempt."""
+    """The step after a failed attempt."""
 
     END = "end"
     PLACE_AGAIN = "place again"
@@ -169,7 +169,8 @@ class Attempts:
     # ---- its failure ----------------------------------------------------------------------------
 
     def failed_replica(self, error: ErrorInfo, reporter: LeaderId) -> LeaderId:
-        """Which replica of the running attempt `error` speaks of; `reporter` is whose leg it ended."""
+        """The replica of the running attempt that caused `error`; `reporter` is the replica whose leg it
+        ended."""
         if self._route is None:
             return reporter
         prefill, decode = self._route

@@ -46,8 +46,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
-    """What a policy may look at in a request: its room and its prompt's token ids; and what comes before any
-    policy: the DP ranks that its client asks for, and the prefill instance, if it is settled already."""
+    """The properties of a request that a policy may use: its room and its prompt's token ids. The DP ranks
+    that its client names and a prefill instance that is fixed already take precedence over any policy."""
 
     room: int
     prompt: Sequence[int] = ()

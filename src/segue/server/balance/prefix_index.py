@@ -1,4 +1,4 @@
-"""Which pages of prompts the prefix caches of replicas hold, as the replicas say. Pure."""
+"""The pages of prompts in the prefix caches of replicas, as the replicas report them. Pure."""
 
 from __future__ import annotations
 

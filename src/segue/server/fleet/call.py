@@ -66,8 +66,8 @@ class Signal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What all calls of one fleet share. `news` is notified whenever a placement may have become possible;
-    `new_room` draws the id of an attempt's hand-off."""
+    """Objects that all calls of one fleet share. `news` is notified whenever a placement may have become
+    possible; `new_room` draws the id of an attempt's hand-off."""
 
     membership: Membership
     router: Router
@@ -266,8 +266,8 @@ class Call:
         self._attempt.start(self._deadline - self._loop.time())
 
     async def _place(self) -> Route:
-        """Who runs the next attempt. Waits a little for somebody to come, and until its deadline where lost
-        instances are being started again; then BootstrapUnreachable."""
+        """Choose the replicas of the next attempt. Waits a little for a replica to register, and until the
+        deadline while lost instances are being restarted; then BootstrapUnreachable."""
         loop, s, router, attempts = self._loop, self._parts.settings, self._parts.router, self.attempts
         long = attempts.delivered or (attempts.begun and router.awaited is not None)
         wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if long else s.no_replica_wait_s
@@ -428,7 +428,7 @@ class Call:
         self._on_end()
 
     def record(self, *, ended: bool) -> RequestRecord:
-        """What `segue explain` is told of it."""
+        """The record for `segue explain`."""
         now, request, attempt = self._loop.time(), self.attempts.request, self._attempt
         return RequestRecord(
             request_id=request.request_id,

@@ -41,7 +41,7 @@ from segue.server.registry.client import InstanceWatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRuntime:
-    """What a simulation puts in the place of the network and of chance. `me` None: a fresh one."""
+    """The parts that a simulation replaces: the network and the random generator. `me` None: a fresh one."""
 
     node: Callable[..., SessionNode] = SessionNode
     me: LeaderId | None = None
@@ -51,7 +51,8 @@ class FleetRuntime:
 
 
 class Fleet:
-    """What a frontend asks (`server.frontend.backend.Backend`), over the replicas that the registry lists."""
+    """The backend of a frontend (`server.frontend.backend.Backend`), over the replicas that the registry
+    lists."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Fleet:
         )
 
     def explain(self, request_id: str) -> list[RequestRecord]:
-        """What is known of a request, also of its samples; what goes on comes last."""
+        """The records of a request and of its samples; running ones come last."""
         fits = matcher(request_id)
         live = [call.record(ended=False) for name, call in self._calls.items() if fits(name)]
         return self.records.find(request_id) + live[:MAX_FOUND]

@@ -9,7 +9,7 @@ from segue.kv import MAX_ATTEMPTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """What `Fleet` needs to be told.
+    """The settings of `Fleet`.
 
     | field | meaning |
     |---|---|

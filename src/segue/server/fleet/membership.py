@@ -1,4 +1,4 @@
-"""Who is there: replicas as the registry lists them, with a session to each and its last load.
+"""The replicas that the registry lists, with a session to each and its last load.
 
 The registry is needed to learn of newcomers only: while it is away, the sessions that are open go on.
 """
@@ -89,7 +89,7 @@ class Membership:
         )
 
     def sizes(self) -> dict[str, int]:
-        """What runs on the replicas; all zero at rest."""
+        """Numbers of running requests on the replicas; all zero at rest."""
         return {
             "legs": sum(len(r.running) for r in self.replicas.values()),
             "tokens": sum(r.tokens for r in self.replicas.values()),

@@ -92,10 +92,10 @@ class Operator:
         return b""
 
     def accept(self, peer: PeerInfo) -> None:
-        """Whom we dial is named by the registry."""
+        """Accepts every peer: the registry names those that we dial."""
 
     def opened(self, session: Session) -> None:
-        """Whoever has dialled goes on."""
+        """Nothing to do: the caller of `dial` continues."""
 
     def received(self, session: Session, message: object) -> None:
         if isinstance(message, OperatorMessage):
@@ -261,7 +261,8 @@ class Operator:
         await _all(one(where) for where in record.replicas)
 
     async def explain(self, request_id: str) -> Life:
-        """What every leader and every frontend knows of a request; a frontend is asked through a leader."""
+        """The records that all leaders and frontends have of a request; a frontend is queried through a
+        leader."""
         places = [(record, where) for record in await self.instances() for _, where in record.leaders()]
         names = [f"{record.role} {LeaderId(record.incarnation, where.dp_rank)}" for record, where in places]
         answers = await asyncio.gather(*(self._explained(request_id, None, *place) for place in places))

@@ -16,7 +16,7 @@ from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 
 class OutputSink(Protocol):
-    """Who is told of what comes from a replica for one request id that runs there."""
+    """Receives the outputs of a replica for one of its running requests."""
 
     def output(self, replica: Replica, output: Output) -> None:
         """The next output."""

@@ -1,4 +1,4 @@
-"""Which replicas get a request, and what follows its failure. Decisions only: no clock, no I/O.
+"""Chooses the replicas of a request, and the step after its failure. Decisions only: no clock, no I/O.
 
 `Router` reads the table of replicas that `Membership` keeps, and remembers what requests have shown: pairs
 that refused one another, pairs that have served, replicas that failed lately, and how many retries the fleet
@@ -225,7 +225,7 @@ class Router:
         attempts: Attempts,
         request: PlacementRequest,
     ) -> str:
-        """What decided, for who asks afterwards."""
+        """The reason of the choice, for `segue explain`."""
         ranks, avoided = request.ranks, len(attempts.avoid)
         rule = "it has the KV" if attempts.kv_holder == chosen.leader else self._settings.policy
         if ranks.disagg_prefill_dp_rank is not None:

@@ -31,7 +31,7 @@ _ANY_TOKENS: Final = [-1]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What every answer to one HTTP request has in common.
+    """Properties that all answers to one HTTP request share.
 
     `include_usage`: a stream ends with an event with the usage. `continuous_usage`: each event before it has
     the usage of its own sample so far.
@@ -93,7 +93,7 @@ class Answer(ABC):
 
     @abstractmethod
     def shown_logprobs(self, choice: Choice, piece: Piece) -> dict[str, list[Any]]:
-        """What a whole answer says of the log-probabilities in `piece`, list by list."""
+        """The log-probabilities in `piece` as a whole answer shows them, list by list."""
 
     @abstractmethod
     def usage_chunk(self) -> Json:
@@ -147,7 +147,7 @@ class Answer(ABC):
         return out
 
     def extras(self, choice: Choice, token_ids: list[int], *, prompt: bool) -> Json:
-        """What `return_token_ids` adds to a choice."""
+        """The fields that `return_token_ids` adds to a choice."""
         if not self.shape.token_ids:
             return {}
         out: Json = {"token_ids": token_ids}
@@ -178,8 +178,8 @@ def _counted(prompt: int, completion: int) -> Json:
 
 
 class TemplatedAnswer(Answer):
-    """Whose events in the middle of a sample differ in their text and tokens alone: these are set into the
-    bytes of the first such event. Events with log-probabilities, tool calls or a usage are encoded whole."""
+    """An answer whose events within a sample differ in text and tokens only: these are put into the bytes of
+    the first such event. Events with log-probabilities, tool calls or a usage are encoded whole."""
 
     def __init__(self, shape: Shape, choices: Sequence[Choice], tokenizer: ModelTokenizer) -> None:
         super().__init__(shape, choices, tokenizer)

@@ -87,7 +87,7 @@ Generating = TypeVar("Generating", bound=GenerateFields)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIServerSettings:
-    """What the server needs besides a backend and a tokenizer.
+    """The settings of the server.
 
     `defaults` are the sampling settings that a client does not name.
     `context_tokens` bounds prompts while no worker has said what it can take. Bodies above `inline_bytes` are
@@ -306,7 +306,7 @@ class OpenAIServer:
         raw: bytes,
         make: Callable[[Generating, ModelCard, str], Plan],
     ) -> Plan:
-        """What to run for `body`, which nobody should keep any longer. Raises BadParam."""
+        """The generations to run for `body`; the caller should drop `body` afterwards. Raises BadParam."""
         counts = self.settings.access.client_order
         trusted = counts == "all" or (counts == "keys" and call.has_key)
         card, (priority, tenant) = self.card(), waiting_order(body, call.tenant, trusted=trusted)
@@ -321,7 +321,7 @@ class OpenAIServer:
         return made
 
     def budget_s(self, started: float) -> float:
-        """What is left of a request's time. Raises DeadlineExceeded if nothing is."""
+        """The rest of a request's time. DeadlineExceeded if it has passed."""
         left_s = self.settings.limits.request_budget_s - (time.monotonic() - started)
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it was placed", phase="frontend")

@@ -10,7 +10,7 @@ from segue.kv import ErrorInfo, SegueError
 
 
 class Generation(Protocol):
-    """What comes of one request."""
+    """The outputs of one request."""
 
     async def deliver(self, take: Callable[[Output], Wait | None]) -> None:
         """Call `take` with each output, in order, until one has `finish`: at the moment it arrives, unless
@@ -72,11 +72,11 @@ class Backend(Generator, Protocol):
         ...
 
     def lacking(self) -> SegueError:
-        """What to tell a client while `can_serve` is false: who is there, and who is waited for."""
+        """The error for clients while `can_serve` is false: it lists present and missing instances."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """What requests hold here, by table; all zero at rest."""
+        """Resources that requests hold here, by table; all zero at rest."""
         ...
 
     async def changed(self) -> None:

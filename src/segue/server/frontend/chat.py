@@ -58,7 +58,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """Which parser: by the template, or forced by `tool_choice`."""
+    """The parser of tool calls: from the template, or forced by `tool_choice`."""
 
     template: str | None = None
     forced: bool = False
@@ -146,7 +146,7 @@ def _kind(value: object) -> str:
 
 
 def tool_use(body: ChatBody, tokenizer: ModelTokenizer) -> ToolUse:
-    """What `tools` and `tool_choice` mean for this model. Raises BadParam."""
+    """The meaning of `tools` and `tool_choice` for this model. Raises BadParam."""
     tools, choice = body.tools or [], body.tool_choice
     if len(tools) > MAX_TOOLS:
         raise BadParam(f"tools: at most {MAX_TOOLS}, not {len(tools)}", "tools")

@@ -66,7 +66,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What was held back; the end of the text."""
+        """The text that was held back, at the end of the tokens."""
         text = self._decoder.decode(self._window, skip_special=self._skip_special) if self._window else ""
         new = text[self._sent :]
         self._sent = len(text)
@@ -182,7 +182,7 @@ class StopStrings:
         return text
 
     def flush(self) -> str:
-        """What was held back, when the text has ended without a match."""
+        """The text that was held back, after an end without a match."""
         held, self._held = self._held, ""
         for search in self._searches:
             search.matched = 0

@@ -19,7 +19,7 @@ from segue.server.observe.metrics import Metrics
 
 @dataclass(slots=True)
 class Piece:
-    """What one output became. `finish` comes in the last piece of a sample."""
+    """A decoded output. `finish` comes in the last piece of a sample."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -143,7 +143,7 @@ class HttpCall:
             main.cancel()
 
     def header(self, name: bytes) -> str | None:
-        """What the client says under `name` (lower case), if it does."""
+        """The value of the client's header `name` (lower case), or None."""
         found = (value for key, value in self._scope["headers"] if key == name)
         value: bytes | None = next(found, None)
         return None if value is None else value.decode("latin-1")

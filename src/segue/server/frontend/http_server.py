@@ -30,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
 def public_guard(
     *, head_s: float = HEAD_S, request_s: float = REQUEST_S, idle_s: float = IDLE_S, descriptors: int = 0
 ) -> Guard:
-    """What the public server allows with `descriptors` (0: as many as the system gives, which are asked for).
+    """The limits of the public server with `descriptors` (0: the system's limit).
 
     One address in front of many clients is normal, so only connections without a whole head count by address.
     """

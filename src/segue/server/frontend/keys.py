@@ -84,14 +84,15 @@ class ApiKeys:
         return right and scheme.lower() == b"bearer"
 
     def tenant(self, authorization: bytes) -> str:
-        """Which of the keys was shown, by its number; empty if there is but one. To be asked once `allow` has
-        said yes."""
+        """The number of the client's key; empty if there is only one key. Call it after `allow` has
+        succeeded."""
         shown = _digest(authorization.partition(b" ")[2].strip())
         return f"key {self._digests.index(shown) + 1}" if len(self._digests) > 1 else ""
 
     def cache_domain(self, authorization: bytes) -> str:
-        """Whose cached prefixes the key may use: empty for everybody's. By the key itself, because the order
-        of the keys may change while instances keep their caches. To be asked once `allow` has said yes."""
+        """The domain of cached prefixes that the key may use; empty: the common one. It is derived from the
+        key itself, because the order of the keys may change while instances keep their caches. Call it after
+        `allow` has succeeded."""
         if self._share_prefixes or len(self._digests) < 2:
             return ""
         return _digest(authorization.partition(b" ")[2].strip()).hex()

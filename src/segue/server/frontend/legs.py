@@ -1,4 +1,4 @@
-"""What foreign routers put into a body so that a prefill and a decode instance find each other.
+"""The fields that foreign routers add to a body to pair a prefill and a decode instance.
 
 Read beside the body itself, whose types have no room for an address. None of it is ever contacted: a
 bootstrap address is looked up in the registry's list, and what another server would take an address from
@@ -67,7 +67,7 @@ class _Fields(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Legs:
-    """What a body says of its other leg: of either style at most one."""
+    """The references of a body to its other leg: at most one, of either style."""
 
     bootstrap: Bootstrap | None = None
     transfer: dict[str, Any] | None = None
@@ -77,7 +77,7 @@ _decoder: Final = msgspec.json.Decoder(_Fields, float_hook=read_float)
 
 
 def legs_of(raw: bytes) -> Legs:
-    """What the body `raw` says. Raises BadParam."""
+    """The references in the body `raw`. Raises BadParam."""
     try:
         fields = _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -165,7 +165,7 @@ _MAX_CREDIT: Final = 2**20
 
 
 class _SoFar:
-    """What one sample has given, as JSON: each piece is encoded once."""
+    """The output of one sample so far, as JSON: each piece is encoded once."""
 
     __slots__ = ("credit", "ids", "logprobs", "text", "top")
 

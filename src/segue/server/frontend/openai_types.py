@@ -1,5 +1,5 @@
-"""What a client may send. Wrong types are refused with the parameter named; unknown fields are ignored, but
-not those that are known to change the answer (`unsupported`).
+"""The request bodies of clients. Wrong types are refused with the parameter named; unknown fields are
+ignored, but not those that are known to change the answer (`unsupported`).
 
 `X | None` everywhere: OpenAI's clients send nulls for what they do not set.
 """
@@ -52,7 +52,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """What the answer must look like: text, json_object or json_schema."""
+    """The required form of the answer: text, json_object or json_schema."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -89,7 +89,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and text completions share; meanings are OpenAI's and vLLM's."""
+    """Fields that chat and text completions share; meanings are OpenAI's and vLLM's."""
 
     model: str | None = None
     stream: bool | None = None

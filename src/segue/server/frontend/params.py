@@ -35,8 +35,7 @@ _SEED_MASK = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What the frontend must know of the model: its public name, its bounds, and how it is sampled from
-    where a client does not say."""
+    """The frontend's view of the model: its public name, its limits, and its sampling defaults."""
 
     name: str
     context_tokens: int
@@ -46,7 +45,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What the frontend itself does with the tokens."""
+    """The frontend's own processing of tokens."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -106,8 +105,8 @@ def waiting_order(body: GenerateFields, tenant: str, *, trusted: bool) -> tuple[
 
 
 def cache_salt(body: GenerateFields, domain: str) -> int:
-    """What the prefix caches keep apart: 0 for what everybody shares, else a number of the API key's `domain`
-    and of the body's `cache_salt`."""
+    """The number that separates cached prefixes: 0 for the common ones, else a number of the API key's
+    `domain` and of the body's `cache_salt`."""
     salt = body.cache_salt or ""
     if len(salt) > MAX_CACHE_SALT:
         raise BadParam(f"cache_salt: at most {MAX_CACHE_SALT} characters, not {len(salt)}", "cache_salt")

@@ -40,7 +40,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(slots=True)
 class Plan:
-    """What to run and how to answer."""
+    """The generations to run and the form of the answer."""
 
     answer: Answer
     stream: bool

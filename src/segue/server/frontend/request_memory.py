@@ -91,7 +91,7 @@ class MemoryBudget:
 
 
 class RequestMemory:
-    """What one request keeps of a `budget`."""
+    """The part of a `budget` that one request uses."""
 
     __slots__ = ("_budget", "nbytes")
 

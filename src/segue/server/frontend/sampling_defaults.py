@@ -1,4 +1,4 @@
-"""What sampling settings are when a client does not name them: the model's own, or OpenAI's.
+"""The sampling settings of requests that do not name them: the model's, or OpenAI's.
 
 A model's `generation_config.json` says how its makers sample from it; other servers apply it by default, and
 so does this one (`--sampling-defaults model`). What a client names always wins, 0 and 1 included.
@@ -42,11 +42,9 @@ _NEVER = frozenset((0, name) for name in _OPEN)
 
 
 def of_model(folder: Path, vocab_size: int) -> SamplingDefaults:
-    """What the model in `folder` says; what it does not say is OpenAI's. `do_sample` is not looked at.
-
-    Raises ConfigError, in one sentence, for a file that cannot be read or has a value that no client
-    could give either.
-    """
+    """The sampling defaults of the model in `folder`; missing ones are OpenAI's. `do_sample` is ignored.
+    Raises ConfigError, in one sentence, for a file that cannot be read or has a value that a client may not
+    send either."""
     path = folder / FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

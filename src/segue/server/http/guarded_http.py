@@ -80,7 +80,7 @@ def _as_error_body(error: SegueError) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """What a server allows its clients; times in seconds.
+    """A server's limits for its clients; times in seconds.
 
     A request's head has `head_s` from its first byte (or the connection's start), its last byte `request_s`.
     A connection without a request is closed after `idle_s`. At most `max_pending` connections have proven
@@ -260,7 +260,7 @@ class GuardedHttp(HttpToolsProtocol):
             exchange.leave()
 
     def _exchange(self) -> HttpExchange:
-        """Of the request that is being answered."""
+        """The exchange of the request that is being answered."""
         return self._open[0]
 
     def _let_in(self) -> None:
@@ -361,7 +361,7 @@ class GuardedServer(uvicorn.Server):
 
     @property
     def address(self) -> tuple[str, int]:
-        """What was bound."""
+        """The bound address."""
         host, port = self._sock.getsockname()[:2]
         return str(host), int(port)
 

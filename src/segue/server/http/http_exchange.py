@@ -21,7 +21,7 @@ _CLOSE: Final[Header] = (b"connection", b"close")
 
 
 class HttpExchange:
-    """Of one request on one connection. Either this or ASGI's `send` answers it, never both.
+    """One request and its answer on one connection. Either this or ASGI's `send` answers it, never both.
 
     Nothing of it raises when the client has left: what is written then is dropped. Names and values of
     headers are the caller's to make harmless.
@@ -71,7 +71,7 @@ class HttpExchange:
 
     @property
     def unread_bytes(self) -> int:
-        """What was written and has not left this process."""
+        """Written bytes that have not left this process."""
         return int(self._cycle.transport.get_write_buffer_size())
 
     async def drained(self) -> None:

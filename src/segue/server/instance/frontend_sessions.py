@@ -93,8 +93,8 @@ class FrontendSessions:
             session.send(Outputs(outputs))
 
     def prefixes(self, only: Incarnation | None, page_tokens: int, events: list[KVEvent]) -> None:
-        """What the prefix cache holds, to `only`, which follows it from now on; or to all who do, what has
-        changed there."""
+        """Send the content of the prefix cache to `only`, which follows it from now on; without `only`, send
+        the changes to all followers."""
         cleared, stored, removed = net(events)
         for incarnation in [only] if only is not None else list(self._following):
             if (session := self.sessions.get(incarnation)) is None:

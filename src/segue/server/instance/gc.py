@@ -1,4 +1,5 @@
-"""What the garbage collector need not look through."""
+"""Objects that the garbage collector need not scan: import heavy modules with the collector off, then freeze
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def frozen_imports() -> Iterator[None]:
-    """What is made inside stays until the process ends, modules above all; the collector is told so.
+    """Run the imports with the collector off, then freeze all objects, modules above all, until the process
+    ends.
 
     torch and transformers are half a million objects. While they are imported the collector goes through
     all of them again and again, a fifth of an instance's start; and while it serves, a full collection

@@ -1,4 +1,4 @@
-"""What this host offers to this process: cores and free memory, within the limits of its cgroup."""
+"""The cores and free memory of this host for this process, within the limits of its cgroup."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Instance:
         self.failure: SegueError | None = None
 
     def _local_prompts(self, scheduler: DecodeScheduler) -> LocalPrompts | None:
-        """Which prompts frontends are to give to decode alone."""
+        """The prompts that frontends should send to decode alone."""
         chosen, chunk_tokens = self.config.engine.max_local_prefill_length, self.config.engine.chunk_tokens
         if chosen >= 0:
             return LocalPrompts(chosen) if chosen else None
@@ -237,7 +237,7 @@ class Instance:
         self._say_draining(draining)
 
     def _in_role(self, role: Role) -> InstanceConfig:
-        """What this process would serve with in another role. Raises InvalidRequest, and ConfigError if its
+        """The configuration of this process in another role. Raises InvalidRequest, and ConfigError if its
         settings do not fit to it."""
         who = f"{self.config.label} {self.me}"
         if role not in (Role.PREFILL, Role.DECODE, Role.UNIFIED) or role is self.config.role:

@@ -33,11 +33,9 @@ _JSON = "application/json"
 
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
-    """What the server shows; each is asked for on the I/O thread when a request comes.
-
-    `counts` are table sizes and counters by name, `alive` whether the leader's loop still runs,
-    `integrity` what a look at everything finds, `paths` the speed to each peer.
-    """
+    """The values that the server shows; each function is called on the I/O thread for a request. `counts` are
+    table sizes and counters by name, `alive` whether the leader's loop still runs, `integrity` the full
+    check, `paths` the speed to each peer."""
 
     about: dict[str, object]
     load: Callable[[], Load | None]

@@ -68,9 +68,9 @@ def kv_config(
     tls: Tls | None,
     rank: int = 0,
 ) -> KVConfig:
-    """What rank `rank` of the leader `me` hands over. A port that is given is that of rank 0; each rank has
-    the next one. Where `--transport` leaves a choice, and there is scratch in `memory` behind the pool, pairs
-    measure."""
+    """The hand-off's configuration for rank `rank` of the leader `me`. A port that is given is that of rank
+    0; each rank has the next one. Where `--transport` leaves a choice, and there is scratch in `memory`
+    behind the pool, pairs measure."""
     moves_bytes = all(KINDS.kind(name).moves_bytes for name in transports)
     advertised = config.advertise_data_port
     room = not spec.planes and memory.nbytes - spec.nbytes >= SCRATCH_BYTES

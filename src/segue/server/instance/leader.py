@@ -482,7 +482,7 @@ class Leader:
         self._unreported = True
 
     def journal(self) -> PrefixJournal:
-        """What happens in the prefix tree from now on. On the leader's thread, or before it runs."""
+        """Start a journal of the prefix tree's changes. On the leader's thread, or before it runs."""
         if self._journal is None:
             cache = self.scheduler.cache
             self._journal = PrefixJournal(cache.tree, cache.pool.page_tokens)

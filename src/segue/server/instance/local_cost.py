@@ -1,4 +1,4 @@
-"""What it costs the sequences that a decode instance generates if it computes a prompt beside them."""
+"""The cost of a prompt's computation on decode for the sequences that it generates meanwhile."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class OperatorSessions:
         self._watching: dict[LeaderId, tuple[Session, State]] = {}
 
     def hello(self) -> bytes:
-        """Who we are, for those who have our address and no registry that says it."""
+        """Our identity, for operators that have our address without a registry."""
         return msgspec.msgpack.encode(self._record())
 
     def accept(self, peer: PeerInfo) -> None:
@@ -102,7 +102,7 @@ class OperatorSessions:
         session.send(Explained(records, frontends=sorted(self._frontends.sessions)))
 
     def on_explained(self, frontend: Incarnation, answer: Explained) -> None:
-        """What a frontend answers an operator, who may be gone."""
+        """Pass a frontend's answer on to the operator, which may be gone."""
         if answer.asker is not None and (session := self._sessions.get(answer.asker)) is not None:
             session.send(Explained(answer.records, answer.asker, [frontend]))
 
@@ -125,8 +125,8 @@ class OperatorSessions:
 
 
 class StatusReporter:
-    """What an instance shows of itself. Used on the I/O thread only. `limit` bounds how many peers' hand-offs
-    are counted; those with the latest are."""
+    """The status of an instance. Used on the I/O thread only. `limit` bounds how many peers' hand-offs are
+    counted; those with the latest are."""
 
     def __init__(self, role: Role, frontends: FrontendSessions, limit: int) -> None:
         #: None for a unified instance
@@ -155,7 +155,7 @@ class StatusReporter:
         return bool(busy(tables) or busy(self.door()))
 
     def of(self, load: Load) -> Status:
-        """What is shown while `load` is the leader's."""
+        """The status while `load` is the leader's."""
         paths = {} if self.manager is None else self.manager.paths()
         drained = load.drained and not self.held
         return Status(

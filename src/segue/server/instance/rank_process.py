@@ -113,8 +113,8 @@ def die_with_parent() -> None:
 
 
 class HandOffs:
-    """What rank `number` hands the KV of `forward` over with, over `link`: made anew for each role of its
-    leader."""
+    """Makes the hand-off side of rank `number` over `link`, with the KV of `forward`: once for each role of
+    its leader."""
 
     def __init__(self, config: InstanceConfig, number: int, forward: CpuForward, link: RankLink) -> None:
         self._config = config

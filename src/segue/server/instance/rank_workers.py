@@ -153,7 +153,7 @@ class Workers:
 
 
 def _nobody(_: object) -> None:
-    """Who is told before anybody serves."""
+    """The receiver of answers before the replica serves: ignores them."""
 
 
 def _started(rank: int, limits: Limits) -> RankProcess:
@@ -172,7 +172,7 @@ def _started(rank: int, limits: Limits) -> RankProcess:
 
 
 class OpenedReplica(NamedTuple):
-    """What one leader serves with: its engine, the memory of its own pool, its other ranks, and the DP ranks
+    """The resources of one leader: its engine, the memory of its own pool, its other ranks, and the DP ranks
     that it computes every step with."""
 
     engine: Engine

@@ -1,5 +1,5 @@
-"""What an instance does with its registry: it finds it, or runs it, before it fetches or loads a model, and
-decode follows which prefill leaders there are."""
+"""An instance's use of its registry: it finds or runs it before it downloads or loads a model, and decode
+follows the list of prefill leaders."""
 
 from __future__ import annotations
 

@@ -443,7 +443,7 @@ class _Client(asyncio.Protocol):
     # ---- what it says ---------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """What has come, up to a question: the next one is read after its answer."""
+        """Read received frames up to one query; the next one is read after its answer."""
         try:
             now = self._loop.time()
             more_s, self._hears_at = now - self._hears_at, now
@@ -570,7 +570,7 @@ class _Client(asyncio.Protocol):
         return cost + len(piece)
 
     def _head(self, number: bytes, size: int) -> bytes:
-        """What stands before a batch of `size` bytes."""
+        """The frames before a batch of `size` bytes."""
         first = self._server.topic if self._port.kind == b"PUB" else b""
         start = zmtp.head(len(first), more=True) + first + zmtp.head(8, more=True) + number
         return start + zmtp.head(size, more=False)

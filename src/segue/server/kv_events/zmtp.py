@@ -19,7 +19,7 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 
 
 def head(size: int, *, more: bool) -> bytes:
-    """What stands before a frame of a message."""
+    """The header of a frame of a message."""
     if size < 256:
         return bytes((_MORE if more else 0, size))
     return bytes((_LONG | (_MORE if more else 0),)) + size.to_bytes(8, "big")

@@ -1,4 +1,4 @@
-"""What a command line asks of a leader, and what it is told: typed messages of the session of an operator.
+"""Queries of a command line to a leader, and the answers: typed messages of an operator's session.
 
 The session proves the deployment's secret on both sides, as every other one does.
 """

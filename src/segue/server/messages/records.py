@@ -1,4 +1,4 @@
-"""What happened to a request in one process: records of the latest ones, for `segue explain` and for traces.
+"""The events of a request in one process: records of the latest requests, for `segue explain` and for traces.
 
 A record is kept as the bytes that would be sent, so that its cost in memory is known and it holds nothing
 else.
@@ -82,7 +82,7 @@ class Path:
             self.omitted += 1
 
     def steps(self) -> list[Step]:
-        """What there was so far."""
+        """The steps so far."""
         return [Step(name, now - self._began, text) for name, now, text in self._steps]
 
 

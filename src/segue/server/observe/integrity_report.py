@@ -1,4 +1,4 @@
-"""What one process holds, as its `/integrity` route shows it: the same form for every node.
+"""The resources that one process holds, as its `/integrity` route shows them: the same form for every node.
 
 Numbers only: no prompt, no address, no secret.
 """

@@ -28,9 +28,9 @@ _NS = 10**9
 
 
 def traces(environ: Mapping[str, str], service: str) -> Traces | None:
-    """What exports the spans of this process, which is called `service` unless the environment has a name for
-    it; None unless an OTLP endpoint, or `otlp` as the exporter, is set. Raises ConfigError for what cannot
-    be."""
+    """The exporter of this process' spans; None unless an OTLP endpoint or the exporter `otlp` is set. The
+    process is named `service` unless the environment has a name. Raises ConfigError for unsupported exporters
+    and protocols."""
     exporters = environ.get("OTEL_TRACES_EXPORTER", "").strip()
     asked = any(environ.get(name, "").strip() for name in _ENDPOINTS) or exporters == "otlp"
     if not asked or exporters == "none" or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":

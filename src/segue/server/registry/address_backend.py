@@ -158,7 +158,7 @@ class AddressBackend(RegistryBackend):
         return InstanceList(version=self._shown.version, epoch="", age_s=math.inf, instances=some)
 
     async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
-        """Whoever asks hears it from the instance itself."""
+        """Nothing to register: the instance itself reports its record."""
         return Registered(version=0, epoch="", complete=record.dp_size == 1)
 
     async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
@@ -181,7 +181,7 @@ class AddressBackend(RegistryBackend):
 
 
 def _record(peer: PeerInfo) -> InstanceRecord:
-    """What the peer says that it is. Raises PeerRefused if that is not who it has proven to be."""
+    """The record that the peer sends. Raises PeerRefused if it does not match the peer's proven identity."""
     try:
         record = msgspec.msgpack.decode(peer.hello, type=InstanceRecord)
     except DECODE_ERRORS as error:

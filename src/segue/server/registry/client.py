@@ -76,7 +76,7 @@ class InstanceWatch(Protocol):
 
 
 class Registry(InstanceWatch, Protocol):
-    """Who is there, and which DP rank owns which room. All errors are SegueErrors."""
+    """Lists the instances, and the DP rank that owns each room. All errors are SegueErrors."""
 
     async def register(self, record: InstanceRecord) -> None:
         """Register the ranks in `record.replicas` (usually one: the caller's own)."""
@@ -104,7 +104,7 @@ class Registry(InstanceWatch, Protocol):
         ...
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
-        """Who owns `room`; waits until somebody says so. BootstrapTimeout after `timeout_s`."""
+        """The owner of `room`; waits until it is registered. BootstrapTimeout after `timeout_s`."""
         ...
 
     async def aclose(self) -> None:
@@ -432,7 +432,7 @@ def _as_many(record: InstanceRecord, before: InstanceRecord) -> bool:
 
 
 class _InstanceView:
-    """What a watcher believes, over restarts of the registry.
+    """A watcher's list, over restarts of the registry.
 
     A restarted registry knows nobody until each instance has said its name again, which takes up
     to a TTL. In that time what was known and is not contradicted still stands.

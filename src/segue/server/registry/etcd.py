@@ -54,7 +54,7 @@ class Kv(msgspec.Struct, frozen=True):
 
 
 class KeyEvent(msgspec.Struct, frozen=True):
-    """What a watch tells of a key."""
+    """A change of a key in a watch."""
 
     kv: Kv
     type: str = "PUT"
@@ -109,7 +109,7 @@ class NoLease(Exception):
 
 
 class Compacted(Exception):
-    """What was to be watched from has been thrown away: read all, and watch from there."""
+    """etcd has discarded the revision to watch from: read all keys again, and watch from their revision."""
 
 
 @dataclass(frozen=True, slots=True)

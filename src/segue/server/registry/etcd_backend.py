@@ -157,7 +157,7 @@ class EtcdBackend(RegistryBackend):
         return [record for kv in read.kvs if (record := self._record(kv)) is not None]
 
     def _record(self, kv: Kv) -> InstanceRecord | None:
-        """What a rank said; None for nothing, and for what somebody without the secret wrote."""
+        """The record of a rank; None if there is none or it was written without the secret."""
         if not kv.mod_revision:
             return None
         try:
@@ -276,7 +276,7 @@ class EtcdBackend(RegistryBackend):
 
 
 class _Mirror:
-    """What is under the prefix of ranks, followed by one watch for all who ask. It begins with the first."""
+    """A copy of the keys under the prefix of ranks; one watch serves all readers, from the first one on."""
 
     def __init__(self, etcd: Etcd, seal: Seal, prefix: bytes, ttl_s: float, clock: Clock) -> None:
         self._etcd = etcd

@@ -61,7 +61,7 @@ class Shown:
             self._notify()
 
     def fail(self, error: SegueError) -> None:
-        """Who asks hears of `error`, until there is a list again."""
+        """Readers get `error` until there is a list again."""
         self._error = error
         self._notify()
 

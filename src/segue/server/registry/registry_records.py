@@ -1,4 +1,4 @@
-"""What the registry stores. Wire types of its HTTP API (`/v1/…`, JSON)."""
+"""The records of the registry. Wire types of its HTTP API (`/v1/…`, JSON)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class InstanceList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoomRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Which DP rank of which instance owns a room. Immutable; gone after `ttl_s` seconds."""
+    """The owner of a room: an instance and a DP rank. Immutable; gone after `ttl_s` seconds."""
 
     incarnation: Incarnation
     dp_rank: int

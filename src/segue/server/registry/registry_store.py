@@ -1,4 +1,4 @@
-"""What the registry knows. Pure: time is injected, nothing waits here.
+"""The registry's tables. Pure: time is injected, nothing waits here.
 
 An entry is what one incarnation said of itself, once; the only change it may make is the drain
 flag of a rank. Ranks are kept alive by saying the same again. Whoever waits for something subscribes and
@@ -244,7 +244,7 @@ class RegistryStore:
         self._notify(room)
 
     def room(self, room: int) -> LeaderId | None:
-        """Who owns `room`, or None as long as nobody said so."""
+        """The owner of `room`, or None while it is not registered."""
         self.expire()
         known = self._rooms.get(room)
         return known.leader if known is not None else None
@@ -385,7 +385,7 @@ def _check(record: InstanceRecord, dp_rank: int) -> ReplicaRecord:
 
 
 def _check_same(entry: _Entry, base: InstanceRecord, replica: ReplicaRecord) -> None:
-    """What an incarnation said before still holds."""
+    """Check that an incarnation's new record equals its earlier one."""
     said = msgspec.structs.replace(entry.record, complete=False)
     for name in base.__struct_fields__:
         old, new = getattr(said, name), getattr(base, name)

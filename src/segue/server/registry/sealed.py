@@ -31,12 +31,12 @@ class Seal:
         return hmac.new(self._key, b"%d %b%b" % (len(key), key, body), "sha256").hexdigest().encode()
 
     def close(self, key: bytes, value: object) -> bytes:
-        """What to write at `key`."""
+        """The sealed value to write at `key`."""
         body = msgspec.json.encode(value)
         return self._code(key, body) + b" " + body
 
     def open(self, key: bytes, data: bytes, type_: type[T]) -> T:
-        """What was written at `key`; PeerRefused if it was not by this deployment."""
+        """The value at `key`; PeerRefused if it was not written by this deployment."""
         code, body = data[:_CODE_DIGITS], data[_CODE_DIGITS + 1 :]
         if not hmac.compare_digest(code, self._code(key, body)):
             where = key.decode("utf-8", "replace")

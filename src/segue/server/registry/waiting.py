@@ -70,7 +70,7 @@ class StoreWaiter:
         return await self._wait(TOPOLOGY, look, wait_s) or self.store.instances(role)
 
     async def room(self, room: int, wait_s: float) -> LeaderId | None:
-        """Who owns `room`, as soon as that is known; None if it is not within `wait_s`."""
+        """The owner of `room`, as soon as it is registered; None after `wait_s`."""
         return await self._wait(room, lambda: self.store.room(room), wait_s)
 
     def close(self) -> None:

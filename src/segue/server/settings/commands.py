@@ -1,4 +1,4 @@
-"""What each command can be told, as frozen trees that are legal as a whole once they exist.
+"""The settings of each command, as frozen trees that are valid as a whole once they exist.
 
 `ServeConfig`, `InstanceConfig` (its role is given by the command) and `FrontendConfig` share their
 branches. Relations between settings are checked in each tree's `__post_init__`, and only there.
@@ -121,7 +121,7 @@ class ServeConfig:
         return sum(count * self.ranks.size(role).ranks for role, count in self._counts().items())
 
     def derived(self, host: Host, size: ModelSize | None = None) -> dict[str, object]:
-        """What follows from the settings and the host; logged once at start."""
+        """Values derived from the settings and the host; logged once at start."""
         return {
             "served_model": served_name(self.model, self.engine.served_model_name),
             "workers": self.workers,
@@ -321,7 +321,7 @@ class InstanceConfig:
         return served_name(self.model, self.engine.served_model_name)
 
     def derived(self, host: Host, size: ModelSize | None = None) -> dict[str, object]:
-        """What follows from the settings and the host; logged once at start."""
+        """Values derived from the settings and the host; logged once at start."""
         return {
             "served_model": self.served_model,
             "ranks": self.leaders * self.size.ranks,
@@ -386,7 +386,7 @@ class FrontendConfig:
         return self.name or "frontend"
 
     def derived(self) -> dict[str, object]:
-        """What follows from the settings; logged once at start."""
+        """Values derived from the settings; logged once at start."""
         return {
             "registry": self.registry,
             "policy": self.answers.policy,

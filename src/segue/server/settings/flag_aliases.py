@@ -183,8 +183,8 @@ IN_SERVE = {
 
 
 def explain(name: str) -> str:
-    """What to say about `name` (a flag, a key or a variable, however it is written) if it is a word of
-    somebody else's or of a later version; else nothing."""
+    """A hint for `name` (a flag, a key or a variable, in any spelling) if other servers or later versions use
+    it; else an empty text."""
     key = name.lstrip("-").removeprefix("SEGUE_").replace("-", "_").lower()
     if key in LATER:
         return f": {LATER[key]}"

@@ -50,7 +50,7 @@ class KVEventsConfig:
             )
 
     def after(self, leaders: int) -> KVEventsConfig:
-        """Of the instance that comes after so many leaders."""
+        """The ports of an instance that follows `leaders` leaders."""
         ports = {
             name: port + leaders
             for name in ("kv_events_port", "kv_events_replay_port")

@@ -296,8 +296,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def hint(name: str, names: Iterable[str]) -> str:
-    """What helps somebody who wrote `name` where one of `names` is legal: what it is called here or why it
-    is not here, else the nearest name, else nothing."""
+    """A hint for `name` where one of `names` is legal: its name here or the reason why it is missing, else
+    the nearest name, else an empty text."""
     return explain(name) or nearest(name, names)
 
 

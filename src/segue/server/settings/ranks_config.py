@@ -50,7 +50,7 @@ def check_expert_parallel(dp: int, size: ParallelSize, *, measures: bool = False
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksConfig:
-    """Of each leader `tp * pp * cp` processes compute; of each instance there are `dp` leaders."""
+    """Each leader has `tp * pp * cp` processes; each instance has `dp` leaders."""
 
     prefill_tp: int = integer(f"prefill: {TP_HELP}", 1, low=1, high=64)
     prefill_pp: int = integer(f"prefill: {PP_HELP}", 1, low=1, high=64)

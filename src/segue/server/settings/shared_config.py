@@ -142,13 +142,13 @@ class TlsConfig:
 
     @property
     def scheme(self) -> str:
-        """Of the registry's address."""
+        """The scheme of the registry's address."""
         return "https" if self.enabled else "http"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Who may ask the frontend, or an instance's HTTP door. Without a key: everybody who can reach it."""
+    """Access to the frontend, or to an instance's HTTP port. Without a key: everybody who can reach it."""
 
     api_key: str | None = secret(
         "key that clients must show; other users of this host see a command line, so rather give the "
@@ -174,6 +174,6 @@ class AccessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is written to standard error."""
+    """The log on standard error."""
 
     log_level: str = text("least severe events to log", "info", choices=LOG_LEVELS, metavar="L")

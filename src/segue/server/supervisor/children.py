@@ -196,7 +196,7 @@ class Child:
 
 
 async def _reports(fd: int) -> AsyncGenerator[Report, None]:
-    """What a child says, line by line, until the pipe ends or brings what is no report."""
+    """The reports of a child, line by line, until the pipe ends or brings an invalid one."""
     async with contextlib.aclosing(lines(fd)) as said:
         async for line in said:
             try:

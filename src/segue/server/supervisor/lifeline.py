@@ -1,4 +1,5 @@
-"""What ties a child process to the supervisor that started it: two inherited pipes, a third for a frontend.
+"""The pipes between a child process and the supervisor that started it: two inherited ones, a third for a
+frontend.
 
 The *lifeline* is a pipe whose writing end only the supervisor holds. It carries nothing; its end
 of file means that the supervisor is gone, however it went, and the child drains and leaves. Over

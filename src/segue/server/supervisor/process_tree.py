@@ -443,7 +443,7 @@ class ProcessTree(ABC):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """What a signal does; a second call ends everything at once."""
+        """The effect of a signal: drain; a second call ends everything at once."""
         if self._stop.is_set():
             self._halt.set()
         self._stop.set()
