@@ -35,12 +35,12 @@ def load_ranks(folder, size, exchange_s=60.0):
 class RankThreads:
     """See the module's text. `between` sees each of the leader's frames before its rank, and may change it.
     `lost` is what the leader's forward gave up for, `died` what ended ranks, `told` what they heard unless
-    they `refuse`."""
+    they `refuse`, `signals` the moments that have come at them."""
 
     def __init__(self, folder, size, sampler, between=lambda frame: frame, timeout_s=60.0):
         self.forwards = load_ranks(folder, size, timeout_s)
         self.links, self.far, self.threads = [], [], []
-        self.lost, self.died, self.told = [], [], []
+        self.lost, self.died, self.told, self.signals = [], [], [], []
         self.refuse = None
         for rank, forward in enumerate(self.forwards[1:], 1):
             ours, theirs = socket.socketpair()
@@ -57,7 +57,7 @@ class RankThreads:
 
     def _serve(self, far, forward):
         try:
-            serve_rank(far, forward, self._told)
+            serve_rank(far, forward, self._told, self.signals.append)
         except Exception as exc:
             self.died.append(exc)
         finally:

@@ -2,6 +2,7 @@
 
 import gc
 import socket
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from rank_threads import RankThreads
 from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.parallel import ParallelSize
 from segue.engine.ranks.parallel_replica import _carry_out
-from segue.engine.ranks.rank_orders import DoneWord, OrderFrame, RankMessage, StoredWord, TellOrder
+from segue.engine.ranks.rank_orders import DoneWord, OrderFrame, RankMessage, TellOrder
 from segue.engine.request import SamplingParams
 from segue.kv.errors import (
     ChecksumMismatch,
@@ -172,12 +173,18 @@ def test_words_reach_whoever_serves_a_rank_between_two_steps_and_its_refusal_end
     assert made.lost == []
 
 
+def test_each_rank_signals_the_moments_of_a_step_that_have_come(pair):
+    made = pair()
+    (result,) = run_step(made.engine, [replace(STEP, ready=((2, 7), (9, 8)))])
+    assert result.error is None
+    assert made.signals == [7, 8]
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [
         (b"\0\0\0\1\xc1", TransferFailed),
         (encode(DoneWord(1, b"other")), RankDivergence),
-        (encode(StoredWord(1)), RankDivergence),
         (encode(DoneWord(2, b"other")), RankDivergence),
     ],
 )
@@ -196,5 +203,5 @@ def test_a_rank_that_says_nonsense_ends_the_replica(pair, said, error):
 def test_what_the_leader_needs_no_more_goes_before_the_next_order_of_any_kind():
     copies, told = {1: "a", 2: "b", 3: "c"}, []
     frame = OrderFrame(7, TellOrder(b"words"), [1, 3, 9])
-    assert _carry_out(frame, 7, None, None, copies, told.append) is None
+    assert _carry_out(frame, 7, None, copies, told.append, None) is None
     assert (copies, told) == ({2: "b"}, [b"words"])

@@ -21,6 +21,7 @@ KV_BASE = {
     "model_match",
     "path_figures",
     "pending",
+    "ready",
 }
 
 #: Each package's floor. A package imports only from its own floor or below.

@@ -34,7 +34,8 @@ class SequenceStep:
     `pages` are all pages of the sequence from token 0 on, with room for `start + len(tokens)`.
     With `sample`, the next token is drawn from the last position's logits. `slot` holds the state after
     `start` tokens, if the model keeps one (nothing, with `start` 0), and after the step that after all of
-    them.
+    them. `ready` names the moments at which the KV of so many layers is complete on a rank, as (layers,
+    number of a `segue.kv.ReadyEvent`): each rank in a process of its own signals them there.
     """
 
     seq_id: int
@@ -43,6 +44,7 @@ class SequenceStep:
     pages: Sequence[int]
     sample: bool
     slot: int | None = None
+    ready: tuple[tuple[int, int], ...] = ()
 
     @property
     def span(self) -> Span:

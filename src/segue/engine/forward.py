@@ -35,7 +35,7 @@ class Forward(Protocol):
 
     def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
         """The final hidden state of each row of a step, `[rows, hidden]`, after the model's last norm.
-        `stored` is told of the pools of all ranks; of several ranks only when all layers are there."""
+        `stored` is told of the pool of this process's rank; the others signal their own."""
         ...
 
     def along(self) -> None:

@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from segue.kv.ranks.rank_listener import connect_rank as connect_rank
     from segue.kv.ranks.rank_worker import RankWorker as RankWorker
     from segue.kv.ranks.worker_rank import WorkerRank as WorkerRank
+    from segue.kv.ready import ReadyEvent as ReadyEvent
     from segue.kv.room_queries import RoomRegistry as RoomRegistry
     from segue.kv.session.tasks import background as background
     from segue.kv.session.tls import Tls as Tls
@@ -161,6 +162,7 @@ _MODULE_OF = {
         "segue.kv.ranks.rank_listener": "RankListener connect_rank",
         "segue.kv.ranks.rank_worker": "RankWorker",
         "segue.kv.ranks.worker_rank": "WorkerRank",
+        "segue.kv.ready": "ReadyEvent",
         "segue.kv.room_queries": "RoomRegistry",
         "segue.kv.session.tasks": "background",
         "segue.kv.session.tls": "Tls load_tls",

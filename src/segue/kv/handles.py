@@ -10,14 +10,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from itertools import count
 from operator import index
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from segue.kv.clock import Clock
 from segue.kv.errors import AbortedByClient, ErrorInfo, InvalidRequest
 from segue.kv.ids import KVPoll, LeaderId, RoomKey, Span
 from segue.kv.protocol import events
 from segue.kv.protocol.events import Change
+from segue.kv.ready import ReadyEvent
+from segue.kv.threads import ThreadPerCall, Waits
 
 
 class _Handle:
@@ -93,9 +98,10 @@ class KVSender(_Handle):
         *,
         slot: int | None = None,
         layers: int | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
-        """Send the KV of `span`, which lies complete in `pages`: the page ids (integers) of the prompt from
-        token 0 on, at least up to the end of `span`.
+        """Send the KV of `span`, which lies complete in `pages`, or will at `ready` (`KVManager.ready`): the
+        page ids (integers) of the prompt from token 0 on, at least up to the end of `span`.
 
         Spans follow each other without gaps from token 0; the last one ends at the prompt's end. `metadata`
         (the engine's own bytes for decode, at most `Limits.max_metadata_bytes`) comes with it, or later by
@@ -104,8 +110,12 @@ class KVSender(_Handle):
 
         With `layers` only that of the model's first so many layers is complete, and leaves now. The same span
         follows with more layers, and at last without a number.
+
+        Each rank waits for `ready` by itself before it reads the pages; other calls need not. If the hand-off
+        ends before, nothing of the chunk is read or sent. One that never comes: the hand-off ends by its
+        deadline.
         """
-        chunk = events.SendChunk(self.key, span, _page_ids(pages), slot, layers)
+        chunk = events.SendChunk(self.key, span, _page_ids(pages), slot, layers, ready)
         if metadata is None:
             self._owner.post(chunk)
         else:
@@ -160,15 +170,27 @@ HandleT = TypeVar("HandleT", KVSender, KVReceiver)
 
 class Handles(ABC):
     """The handles of one leader, by the engine's names of its halves. `clock` is the leader's. A handle is in
-    `handles` before anything is reported of it, until the engine drops it."""
+    `handles` before anything is reported of it, until the engine drops it. `threads` run what a `ready`
+    chunk waits for."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, threads: Executor | None = None) -> None:
         self.clock = clock
         self.handles: dict[RoomKey, KVSender | KVReceiver] = {}
+        self._waits = Waits(threads or ThreadPerCall("segue-ready"))
+        self._numbers = count(1)
+        #: those that somebody still has, by number
+        self.moments: WeakValueDictionary[int, ReadyEvent] = WeakValueDictionary()
 
     @abstractmethod
     def post(self, *batch: events.Event) -> None:
         """Deliver events to the protocol, in this order; does not block."""
+
+    def ready(self) -> ReadyEvent:
+        """The moment at which the KV of a chunk will be complete, for `KVSender.send`; its `signal` says that
+        it has come. From any thread."""
+        made = ReadyEvent(next(self._numbers), self._waits)
+        self.moments[made.number] = made
+        return made
 
     def forget(self, key: RoomKey) -> None:
         """The engine has dropped its handle of `key`."""

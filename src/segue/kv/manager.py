@@ -70,7 +70,7 @@ class KVManager(Handles):
         runtime: LeaderRuntime = HOST,
     ) -> None:
         self.config = config
-        super().__init__(clock or MonotonicClock())
+        super().__init__(clock or MonotonicClock(), runtime.connecting("segue-ready"))
         self.plane = ControlPlane(config, {**others, COUNTERPART[config.role]: self}, runtime)
         self.io = self.plane.io
         self._on_change = on_change
@@ -357,6 +357,17 @@ class KVManager(Handles):
     def hashed(self, answer: events.ChecksumReady) -> None:
         """See `RankOwner.hashed`."""
         self.io.post(self._hashed, answer)
+
+    def signalled(self, rank: int, number: int, error: ErrorInfo | None) -> None:
+        """See `RankOwner.signalled`."""
+        self.io.post(self._signalled, rank, number, error)
+
+    def _signalled(self, rank: int, number: int, error: ErrorInfo | None) -> None:
+        ready = self.moments.get(number)
+        if ready is not None and error is None:
+            ready.signalled_at.add(rank)
+        elif ready is not None and error is not None:
+            ready.end(error.exception())
 
     def lost(self, rank: int, error: SegueError) -> None:
         """See `RankOwner.lost`: all hand-offs of this leader end now, on both sides; none begins any more."""

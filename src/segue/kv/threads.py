@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, Protocol, TypeVar
 
+from segue.kv.errors import OutOfCapacity
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -77,3 +79,32 @@ class ThreadPerCall(Executor):
 
         self._spawn(self._name, run)
         return future
+
+
+#: Calls of one leader, or of one rank's process, that wait at once.
+MAX_WAITS = 1024
+
+
+class Waits:
+    """Runs calls that block until something has happened, each on a thread of `threads`; at most `MAX_WAITS`
+    at once, for one that never returns keeps its thread."""
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._free = threading.Semaphore(MAX_WAITS)
+
+    def __call__(self, wait: Callable[[], object], ended: Callable[[BaseException | None], None], /) -> None:
+        """See `ready.Waiter`. Raises OutOfCapacity, and what `start_thread` does."""
+        if not self._free.acquire(blocking=False):
+            raise OutOfCapacity(f"{MAX_WAITS} chunks wait for their KV already")
+        try:
+            future = self._threads.submit(wait)
+        except BaseException:
+            self._free.release()
+            raise
+
+        def done(future: Future[object]) -> None:
+            self._free.release()
+            ended(future.exception())
+
+        future.add_done_callback(done)

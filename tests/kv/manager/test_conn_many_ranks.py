@@ -39,7 +39,9 @@ class Noting:
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
         self.asked.append(("connect", transport, peer, endpoint, timeout_s))
 
-    def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Any) -> None:
+    def write(
+        self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Any, ready: Any = None
+    ) -> None:
         self.asked.append(("write", transport, peer, epoch, tag))
 
     def grant(self, transport: str, peer: RankId, epoch: int, pages: Any, slot: int | None = None) -> bool:

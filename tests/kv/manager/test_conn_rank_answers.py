@@ -178,7 +178,9 @@ class Answering(Refusing):
         self.order.append(f"measure {given[2]}")
         return PathFigures(page_s=0.5, bytes_per_s=2.0)
 
-    def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Any) -> None:
+    def write(
+        self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Any, ready: Any = None
+    ) -> None:
         if tag == 9:
             raise RuntimeError("a bug")
         self.owner.moved(0, transport, Written(peer, epoch, tag, 640, 0.25))

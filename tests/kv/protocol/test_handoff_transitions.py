@@ -418,11 +418,9 @@ def test_wire_time_is_from_the_first_post_to_the_last_landing() -> None:
     w.now = 11.0
     w.send_chunk(w.s, 6)
     w.send_metadata(w.s)
-    w.land()
-    w.land()
+    w.tell(w.prefill, events.WriteLanded(w.transfer, 0, 1, 0.25))
     w.now = 12.5
-    w.finish()
-    w.finish()
+    w.tell(w.prefill, events.WriteLanded(w.transfer, 0, 0, 2.5))
     w.now = 20.0
     w.settle()
     (end,) = [

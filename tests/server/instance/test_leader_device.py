@@ -95,12 +95,18 @@ class Stage(Handles):
     """One leader, driven by hand; also the `Handoffs` and the owner of a prefill leader's handles."""
 
     def __init__(
-        self, make: type[Scheduler] = UnifiedScheduler, clock: Clock | None = None, drain_s: float = 20.0
+        self,
+        make: type[Scheduler] = UnifiedScheduler,
+        clock: Clock | None = None,
+        drain_s: float = 20.0,
+        send_layers: int = 0,
     ) -> None:
         super().__init__(clock or VirtualClock())
         self.engine = Device(lineage_spec(16), vocab_size=VOCAB)
         self.pool = PagePool(16, 4)
-        config = SchedulerConfig(me=ME, name="x", limits=Limits(drain_s=drain_s), chunk_tokens=8)
+        config = SchedulerConfig(
+            me=ME, name="x", limits=Limits(drain_s=drain_s), chunk_tokens=8, send_layers=send_layers
+        )
         given: list[Any] = [self.engine, self.pool, config, *([self] if make is PrefillScheduler else [])]
         self.scheduler = make(*given)
         self.sent: list[Output] = []
@@ -128,8 +134,10 @@ class Stage(Handles):
     def changed(self, room: int, phase: KVPoll, **more: Any) -> None:
         self.leader.changed(events.Phase(RoomKey(room), phase, **more))
 
-    def spans(self) -> list[Span]:
-        return [event.span for event in self.posted if isinstance(event, events.SendChunk)]
+    def sent_chunks(self) -> list[tuple[Span, int | None, bool]]:
+        """Span, layers, and whether it may leave."""
+        sent = [event for event in self.posted if isinstance(event, events.SendChunk)]
+        return [(e.span, e.layers, e.ready is None or e.ready.over) for e in sent]
 
     def errors(self) -> dict[str, ErrorCode]:
         return {output.request_id: output.error.code for output in self.sent if output.error is not None}
@@ -147,9 +155,9 @@ class Stage(Handles):
         self.scheduler.check_integrity()
 
 
-def prefill() -> Stage:
+def prefill(send_layers: int = 0) -> Stage:
     """A prefill leader whose first forward runs: the first eight tokens of ten."""
-    stage = Stage(PrefillScheduler)
+    stage = Stage(PrefillScheduler, send_layers=send_layers)
     stage.submit("r", list(range(10)), 1)
     stage.leader.turn()
     stage.changed(1, KVPoll.WAITING_FOR_INPUT)
@@ -261,63 +269,64 @@ def test_the_end_of_a_hand_off_in_flight_is_taken_after_the_forward_and_that_of_
 
 def test_a_chunk_leaves_when_the_device_says_so_and_not_by_what_it_said_of_the_one_before() -> None:
     stage = prefill()
+    first, second = Span(0, 8), Span(8, 10)
+    assert stage.sent_chunks() == [(first, None, False)], "it is sent as its forward begins"
     stage.engine.compute()
-    assert stage.spans() == [], "only the leader's thread sends"
-    stage.leader.turn()
-    assert stage.spans() == [Span(0, 8)]
+    assert stage.sent_chunks() == [(first, None, True)], "nobody wakes the leader for it"
     late = stage.engine.forward.on_stored
     stage.engine.finish()
     stage.leader.turn()
     assert not stage.leader.turn(), "the second chunk is computed"
     late([1])
-    stage.leader.turn()
-    assert stage.spans() == [Span(0, 8)], "a chunk has left before its KV was there"
+    assert stage.sent_chunks() == [(first, None, True), (second, None, False)], (
+        "a chunk may leave before its KV is there"
+    )
     stage.rest()
-    assert stage.spans() == [Span(0, 8), Span(8, 10)]
-
-
-def test_nobody_but_prefill_hears_of_layers() -> None:
-    stage = Stage()
-    stage.submit("r", [1, 2, 3], room=1)
-    stage.leader.turn()
-    stage.engine.forward.on_stored([1], 1)
-    assert stage.leader.inbox.empty()
-    stage.rest()
+    assert stage.sent_chunks() == [(first, None, True), (second, None, True)]
 
 
 def test_layers_of_a_chunk_leave_while_the_device_computes_the_others() -> None:
-    stage = prefill()
+    stage = prefill(send_layers=1)
+    span = Span(0, 8)
+    assert stage.sent_chunks() == [(span, 1, False), (span, None, False)]
     stage.engine.forward.on_stored([1], 1)
-    stage.leader.turn()
+    assert stage.sent_chunks() == [(span, 1, True), (span, None, False)]
     stage.engine.compute()
-    stage.leader.turn()
-    sent = [event for event in stage.posted if isinstance(event, events.SendChunk)]
-    assert [(event.span, event.layers) for event in sent] == [(Span(0, 8), 1), (Span(0, 8), None)]
+    assert stage.sent_chunks() == [(span, 1, True), (span, None, True)]
     stage.rest()
-    assert stage.spans() == [Span(0, 8), Span(0, 8), Span(8, 10)]
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_chunk_that_could_not_leave_leaves_after_the_forward_or_ends_its_request(times: int) -> None:
-    stage, left = prefill(), times
+@pytest.mark.parametrize("says", [True, False])
+def test_a_chunk_of_which_the_forward_says_nothing_leaves_at_its_end_unless_that_failed(says: bool) -> None:
+    stage = prefill()
+    if says:
+        stage.engine.store(stage.engine.forward.steps)
+        stage.engine.finish()
+    else:
+        stage.engine.finish(RuntimeError("out of device memory"))
+    stage.leader.turn()
+    assert stage.sent_chunks()[0] == (Span(0, 8), None, says)
+    stage.rest()
+
+
+def test_a_chunk_that_could_not_be_sent_ends_its_request_alone() -> None:
+    stage = Stage(PrefillScheduler)
+    for room, name in ((1, "r"), (2, "other")):
+        stage.submit(name, list(range(4)), room)
+    stage.leader.turn()
     post = stage.post
 
     def breaks(*batch: events.Event) -> None:
-        nonlocal left
-        if left and isinstance(batch[0], events.SendChunk):
-            left -= 1
+        if isinstance(batch[0], events.SendChunk) and batch[0].key.room == 1:
             raise RuntimeError("a bug")
         post(*batch)
 
     stage.post = breaks  # type: ignore[method-assign]
-    stage.engine.compute()
+    for room in (1, 2):
+        stage.changed(room, KVPoll.WAITING_FOR_INPUT)
     stage.leader.turn()
-    assert stage.spans() == []
-    stage.engine.finish()
-    stage.leader.turn()
-    assert left == 0
-    assert stage.errors() == ({} if times == 1 else {"r": ErrorCode.INTERNAL})
-    assert stage.spans() == ([Span(0, 8)] if times == 1 else [])
+    assert stage.errors() == {"r": ErrorCode.INTERNAL}
+    assert [step.seq_id for step in stage.engine.forward.steps] == [2]
 
 
 def test_a_leader_whose_device_never_answers_still_leaves() -> None:

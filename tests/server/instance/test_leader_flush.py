@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +65,8 @@ class OneStep:
 
     def launched(self, steps: Sequence[SequenceStep]) -> None: ...
 
-    def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None: ...
+    def on_stored(self) -> OnStored:
+        return lambda seq_ids, layers=None: None
 
     def step_failed(self, steps: Sequence[SequenceStep], error: Any, now: float) -> None:
         raise AssertionError(error)
@@ -109,8 +110,8 @@ def test_the_role_hears_of_kv_that_is_there_before_the_forward_ends() -> None:
     told: list[str] = []
 
     class Listening(OneStep):
-        def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
-            told.append(f"stored {list(seq_ids)}")
+        def on_stored(self) -> OnStored:
+            return lambda seq_ids, layers=None: told.append(f"stored {list(seq_ids)}")
 
         def complete(self, results: Sequence[SequenceResult], now: float) -> None:
             told.append("complete")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
@@ -43,6 +44,7 @@ class Node(Handles):
         page_tokens: int,
         *,
         chunk_tokens: int = 16,
+        send_layers: int = 0,
         max_batch: int = 8,
         slots: int = 0,
     ):
@@ -54,13 +56,29 @@ class Node(Handles):
         limits = Limits(max_batch=max_batch, max_queue=64)
         self.exchange = Exchange(kind, self.me, f"{kind.value} {incarnation}", limits)
         make = PrefillScheduler if kind is Role.PREFILL else DecodeScheduler
-        config = SchedulerConfig(me=self.me, name=kind.value, limits=limits, chunk_tokens=chunk_tokens)
+        config = SchedulerConfig(
+            me=self.me, name=kind.value, limits=limits, chunk_tokens=chunk_tokens, send_layers=send_layers
+        )
         self.scheduler = make(self.engine, self.pool, config, self)
         self.effects: deque[events.Effect] = deque()
+        #: writes that wait until their KV is ready
+        self.held: list[events.PostWrite] = []
 
     def post(self, *batch: events.Event) -> None:
         for event in batch:
-            self.effects.extend(self.exchange.handle(event, self.clock.now()))
+            for effect in self.exchange.handle(event, self.clock.now()):
+                if isinstance(effect, events.PostWrite) and effect.ready and not effect.ready.over:
+                    self.held.append(effect)
+                    effect.ready.then(partial(self._ready, effect))
+                    continue
+                if isinstance(effect, events.Fence):
+                    self.held = [write for write in self.held if write.transfer != effect.transfer]
+                self.effects.append(effect)
+
+    def _ready(self, write: events.PostWrite) -> None:
+        if write in self.held:
+            self.held.remove(write)
+            self.effects.append(write)
 
     def changed(self, change: events.Change) -> None:
         self.apply(change)
@@ -75,7 +93,7 @@ class Node(Handles):
         steps = self.scheduler.plan(now)
         if steps:
             self.scheduler.launched(steps)
-            self.scheduler.complete(run_step(self.engine, steps, self.scheduler.stored), now)
+            self.scheduler.complete(run_step(self.engine, steps, self.scheduler.on_stored()), now)
         return bool(steps)
 
 
@@ -89,6 +107,7 @@ class Pair:
         page_tokens: tuple[int, int] = (4, 4),
         *,
         chunk_tokens: int = 16,
+        send_layers: int = 0,
         max_batch: int = 8,
         slots: tuple[int, int] = (0, 0),
     ) -> None:
@@ -100,6 +119,7 @@ class Pair:
             prefill_pages,
             page_tokens[0],
             chunk_tokens=chunk_tokens,
+            send_layers=send_layers,
             slots=slots[0],
         )
         self.decode = Node(
@@ -207,6 +227,7 @@ class Pair:
         for node in (self.prefill, self.decode):
             assert not any(node.scheduler.sizes().values()), node.scheduler.sizes()
             assert not node.handles
+            assert not node.held
             assert node.exchange.sizes()["transfers"] == 0
             assert node.engine.sizes()["sequences"] == 0
             assert node.pool.quarantined == 0

@@ -219,7 +219,7 @@ def until(
         steps = launch(node.scheduler)
         if steps and computing(steps):
             return steps
-        node.scheduler.complete(run_step(node.engine, steps, node.scheduler.stored), 0.0)
+        node.scheduler.complete(run_step(node.engine, steps, node.scheduler.on_stored()), 0.0)
     raise AssertionError("it did not come to that")
 
 
@@ -240,7 +240,7 @@ def test_neither_half_gives_pages_back_under_a_forward_that_has_them(side: str, 
     assert node.pool.used == used
     assert node.engine.sizes()["sequences"] == 1
     if ends == "complete":
-        node.scheduler.complete(run_step(node.engine, steps, node.scheduler.stored), 0.0)
+        node.scheduler.complete(run_step(node.engine, steps, node.scheduler.on_stored()), 0.0)
     else:
         node.scheduler.step_failed(steps, Internal("a bug").info, 0.0)
     assert node.engine.sizes()["sequences"] == 0
@@ -254,7 +254,7 @@ def test_a_prompt_without_a_first_token_fails_both_sides_and_its_metadata_is_not
     pair.submit("r", list(range(9)), 3)
     node = pair.prefill
     steps = until(pair, "prefill", lambda steps: steps[0].sample)
-    run_step(node.engine, steps, node.scheduler.stored)
+    run_step(node.engine, steps, node.scheduler.on_stored())
     node.scheduler.complete([SequenceResult(steps[0].seq_id)] if answer == "no token" else [], 0.0)
     pair.run()
     assert pair.errors("r") == ["INTERNAL", "INTERNAL"]
@@ -262,7 +262,7 @@ def test_a_prompt_without_a_first_token_fails_both_sides_and_its_metadata_is_not
 
 
 def test_layers_of_a_chunk_leave_as_they_are_told_and_the_rest_when_the_forward_is_over() -> None:
-    pair = Pair()
+    pair = Pair(send_layers=1)
     sampling = pair.submit("r", list(range(20)), 3)
     node = pair.prefill
     for chunk in range(2):
@@ -270,10 +270,11 @@ def test_layers_of_a_chunk_leave_as_they_are_told_and_the_rest_when_the_forward_
         written = [sum(isinstance(effect, events.PostWrite) for effect in node.effects)]
         node.engine.store(steps)
         ids = [each.seq_id for each in steps]
+        stored = node.scheduler.on_stored()
         for layers in (1, None):
-            node.scheduler.stored(ids, layers)
+            stored(ids, layers)
             written.append(sum(isinstance(effect, events.PostWrite) for effect in node.effects))
-        node.scheduler.stored(ids)
+        stored(ids)
         written.append(sum(isinstance(effect, events.PostWrite) for effect in node.effects))
         assert written == [0, 1, 2, 2], f"chunk {chunk}: each layer once"
         node.scheduler.complete(node.engine.draw(steps), 0.0)
@@ -283,12 +284,12 @@ def test_layers_of_a_chunk_leave_as_they_are_told_and_the_rest_when_the_forward_
 
 
 def test_what_was_told_of_some_layers_alone_is_sent_whole_at_the_end_of_the_forward() -> None:
-    pair = Pair()
+    pair = Pair(send_layers=1)
     sampling = pair.submit("r", list(range(9)), 3)
     node = pair.prefill
     steps = until(pair, "prefill", lambda _: True)
     node.engine.store(steps)
-    node.scheduler.stored([each.seq_id for each in steps], 1)
+    node.scheduler.on_stored()([each.seq_id for each in steps], 1)
     node.scheduler.complete(node.engine.draw(steps), 0.0)
     pair.run()
     assert pair.tokens("r") == reference(list(range(9)), sampling, VOCAB, 3)
@@ -345,7 +346,9 @@ def test_prefill_counts_what_is_still_to_be_computed() -> None:
     pair.submit("r", list(range(40)), 3)
     steps = until(pair, "prefill", lambda _: True)
     assert pair.prefill.scheduler.load().tokens == 40
-    pair.prefill.scheduler.complete(run_step(pair.prefill.engine, steps, pair.prefill.scheduler.stored), 0.0)
+    pair.prefill.scheduler.complete(
+        run_step(pair.prefill.engine, steps, pair.prefill.scheduler.on_stored()), 0.0
+    )
     load = pair.prefill.scheduler.load()
     assert (load.tokens, load.running, load.waiting) == (24, 1, 0)
     pair.run()
@@ -417,7 +420,9 @@ def test_what_prefill_knows_of_the_prompt_s_tokens_reaches_the_client_with_the_f
     node, told = pair.prefill, list[TokenLogprob | None]()
     for count in (16, 4):
         steps = until(pair, "prefill", lambda _: True)
-        [result] = run_step(node.engine, steps, node.scheduler.stored) or [SequenceResult(steps[0].seq_id)]
+        [result] = run_step(node.engine, steps, node.scheduler.on_stored()) or [
+            SequenceResult(steps[0].seq_id)
+        ]
         entries = [TokenLogprob(len(told) + at, -float(at), []) for at in range(count)]
         told += entries
         drawn = None if result.token is None else TokenLogprob(result.token, -0.25, [(result.token, -0.25)])
@@ -434,7 +439,7 @@ def test_what_prefill_knows_of_the_prompt_s_tokens_reaches_the_client_with_the_f
     pair.submit("again", [*range(20), 7], 2)
     steps = until(pair, "prefill", lambda steps: steps[0].sample)
     [state] = node.scheduler.admission.requests.values()
-    node.scheduler.complete(run_step(node.engine, steps, node.scheduler.stored), 0.0)
+    node.scheduler.complete(run_step(node.engine, steps, node.scheduler.on_stored()), 0.0)
     assert state.result is not None
     assert (state.result.prefill_cached, state.result.computed) == (20, 1)
     pair.run()

@@ -188,7 +188,7 @@ def test_what_a_hand_off_adds_is_counted_without_what_prefill_took_for_the_promp
     pair.clock.advance(4.0)
     pair.prefill.scheduler.launched(steps)
     results = pair.prefill.engine.collect(
-        pair.prefill.engine.launch(steps, pair.prefill.scheduler.stored, lambda: None)
+        pair.prefill.engine.launch(steps, pair.prefill.scheduler.on_stored(), lambda: None)
     )
     pair.prefill.scheduler.complete(results, pair.clock.now())
     pair.clock.advance(0.5)

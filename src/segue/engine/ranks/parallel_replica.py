@@ -32,8 +32,8 @@ from segue.engine.ranks.rank_orders import (
     FailedWord,
     ForwardOrder,
     OrderFrame,
-    StoredWord,
     TellOrder,
+    due,
 )
 from segue.kv import ErrorCode, ErrorInfo, Internal, PeerLost, RankDivergence, RankLink, SegueError
 from segue.kv.session import typed
@@ -44,7 +44,6 @@ _DIGEST_BYTES = 8
 
 
 T = TypeVar("T")
-W = TypeVar("W", StoredWord, DoneWord)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -99,14 +98,9 @@ class RanksForward:
         """See `Forward.run`. What `stored` raises is raised when all ranks have done their part."""
         with raised_at_end(stored) as safely:
 
-            def all_stored(layers: int | None = None) -> None:
-                if layers is None:
-                    self._hear(StoredWord)
-                    safely()
-
             def together() -> torch.Tensor:
                 self._order(ForwardOrder([segment.step for segment in packed.segments]))
-                hidden = self.own.run(packed, all_stored)
+                hidden = self.own.run(packed, safely)
                 self._done()
                 return hidden
 
@@ -169,21 +163,21 @@ class RanksForward:
         for worker in self._workers:
             worker.post(frame)
 
-    def _hear(self, kind: type[W]) -> list[W]:
-        """The next word of every worker, which must be a `kind` about the running order."""
+    def _hear(self) -> list[DoneWord]:
+        """The next word of every worker, which must be that it has carried out the running order."""
         words = []
         for rank, worker in enumerate(self._workers, 1):
             word = worker.receive(self._patience_s)
             if isinstance(word, FailedWord):
                 raise _failure(rank, word)
-            if not isinstance(word, kind) or word.number != self._number:
+            if not isinstance(word, DoneWord) or word.number != self._number:
                 raise RankDivergence(f"at step {self._number} rank {rank} said {word}")
             words.append(word)
         return words
 
     def _done(self) -> ErrorInfo | None:
         """Wait until every worker has carried out the order; why the first could not, and goes on."""
-        words = self._hear(DoneWord)
+        words = self._hear()
         for rank, word in enumerate(words, 1):
             if word.digest != self._digest:
                 raise RankDivergence(
@@ -225,9 +219,15 @@ def _failure(rank: int, word: FailedWord) -> SegueError:
 # ---- the worker's side -------------------------------------------------------------------------------
 
 
-def serve_rank(link: RankLink, forward: RankForward, told: Callable[[bytes], None]) -> None:
+def serve_rank(
+    link: RankLink,
+    forward: RankForward,
+    told: Callable[[bytes], None],
+    signal: Callable[[int], None] = lambda _: None,
+) -> None:
     """Carry out the leader's orders, on this thread, until it ends the link; `told` gets the words of
-    `RanksForward.tell`. Raises what ends the rank, which the leader has been told."""
+    `RanksForward.tell`, `signal` the number of each moment (`SequenceStep.ready`) that has come. Raises what
+    ends the rank, which the leader has been told."""
     copies: dict[int, HostKV] = {}
     digest, number = b"", 0
     while True:
@@ -237,7 +237,7 @@ def serve_rank(link: RankLink, forward: RankForward, told: Callable[[bytes], Non
             return  # the leader has left, or died
         number, digest = number + 1, _chained(digest, frame)
         try:
-            error = _carry_out(frame, number, forward, link, copies, told)
+            error = _carry_out(frame, number, forward, copies, told, signal)
         except Exception as exc:
             failed = typed(exc, f"step {number}")
             link.post(FailedWord(number, failed.info))
@@ -249,9 +249,9 @@ def _carry_out(
     frame: OrderFrame,
     number: int,
     forward: RankForward,
-    link: RankLink,
     copies: dict[int, HostKV],
     told: Callable[[bytes], None],
+    signal: Callable[[int], None],
 ) -> ErrorInfo | None:
     """Do one order; why a copy could not be made, or what was told not be done. Raises what leaves the others
     alone with a step."""
@@ -261,10 +261,13 @@ def _carry_out(
         copies.pop(copy, None)
     match frame.order:
         case ForwardOrder(steps):
+            signalled: set[int] = set()
 
             def stored(layers: int | None = None) -> None:
-                if layers is None:
-                    link.post(StoredWord(number))
+                for number in [number for step in steps for number in due(step, layers)]:
+                    if number not in signalled:
+                        signalled.add(number)
+                        signal(number)
 
             with torch.inference_mode():
                 packed = pack(steps, {}, forward.pool.spec.page_tokens)

@@ -42,12 +42,6 @@ class OrderFrame(msgspec.Struct, frozen=True, tag=True):
     dropped: list[int]
 
 
-class StoredWord(msgspec.Struct, frozen=True, tag=True):
-    """The forward has the KV of all layers of this rank in its pool."""
-
-    number: int
-
-
 class DoneWord(msgspec.Struct, frozen=True, tag=True):
     """The order has been carried out, or could not be with nothing lost (a copy, what was told); `digest` is
     over all frames so far."""
@@ -65,4 +59,9 @@ class FailedWord(msgspec.Struct, frozen=True, tag=True):
 
 
 #: The engine's messages over a link.
-RankMessage = OrderFrame | StoredWord | DoneWord | FailedWord
+RankMessage = OrderFrame | DoneWord | FailedWord
+
+
+def due(step: SequenceStep, layers: int | None) -> list[int]:
+    """The moments of a step that have come when its first `layers` layers are stored (None: all)."""
+    return [number for upto, number in step.ready if layers is None or upto <= layers]

@@ -20,6 +20,7 @@ from segue.kv.layout.content import Content
 from segue.kv.layout.planner import PairPlan
 from segue.kv.protocol.messages import HandoffMessage
 from segue.kv.protocol.room_ranks import PrefillInstance
+from segue.kv.ready import ReadyEvent
 
 # ---- events ------------------------------------------------------------------------------------
 
@@ -81,7 +82,8 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class SendChunk:
-    """Engine: the KV of `span` is complete in the source pool and stays there until `Release`.
+    """Engine: the KV of `span` is complete in the source pool, or will be at `ready`, and stays there until
+    `Release`.
 
     `pages` are the source pages of the prompt from token 0 on, at least up to `span.end`. Spans
     come in order without gaps from token 0, bound or not: the room keeps the list for each binding. A binding
@@ -97,6 +99,7 @@ class SendChunk:
     pages: tuple[int, ...]
     slot: int | None = None
     layers: int | None = None
+    ready: ReadyEvent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +296,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PostWrite:
-    """Prefill: have our rank `rank` write to the peer's rank `target`."""
+    """Prefill: have our rank `rank` write to the peer's rank `target`, once its KV is `ready`. A `Fence` of
+    the epoch ends one that still waits."""
 
     transfer: TransferId
     rank: int
@@ -301,6 +305,7 @@ class PostWrite:
     tag: int
     target: int
     blocks: tuple[CopyBlock, ...]
+    ready: ReadyEvent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,13 +325,16 @@ class ComputeChecksum:
     """Either side: hash `content` in the pool of our rank `rank` (`layout.content.checksum`).
 
     Answered by exactly one `ChecksumReady`. Prefill hashes what it sends, decode what has landed. The
-    pages are read until the answer, so `Release` does not come before it.
+    pages are read until the answer, so `Release` does not come before it. One that waits until the KV is
+    `ready` is answered with an error by the rank's `Fence` of `epoch`.
     """
 
     transfer: TransferId
     rank: int
     tag: int
     content: Content
+    epoch: int = 0
+    ready: ReadyEvent | None = None
 
 
 @dataclass(frozen=True, slots=True)

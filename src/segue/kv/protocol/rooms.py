@@ -82,6 +82,7 @@ from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT, dp_rank_conflict
 from segue.kv.protocol.sender import SenderMachine
 from segue.kv.protocol.timers import DeadlineEntry, Deadlines
 from segue.kv.protocol.tombstones import Tombstones
+from segue.kv.ready import ReadyEvent
 
 #: After these, what prefill computed is not to be trusted: no other decode may bind the room.
 _DOUBTFUL = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL})
@@ -134,8 +135,8 @@ AnyParked = Parked[Destination] | Parked[Declined]
 @dataclass(slots=True)
 class Room:
     """One request's prefill half, as its engine knows it. `pages` and `slot` are the newest that the engine
-    named, `spans` its complete chunks, `partial` the layers of the chunk that follows them. From the engine's
-    request on `timer` is due at `until`; before that what waits has timers of its own."""
+    named, `spans` its whole chunks and when each is complete, `partial` the layers of the chunk after them.
+    From the engine's request on `timer` is due at `until`; before that what waits has timers of its own."""
 
     key: RoomKey
     state: RoomState = _S.PARKED
@@ -152,7 +153,7 @@ class Room:
     bound_to: LeaderId | None = None
     #: hand-offs of this room whose machines may still read the pages
     holding: set[TransferId] = field(default_factory=set)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[tuple[Span, ReadyEvent | None]] = field(default_factory=list)
     partial: SendChunk | None = None
     pages: tuple[int, ...] = ()
     slot: int | None = None
@@ -175,8 +176,8 @@ class Room:
 
     @property
     def sent(self) -> int:
-        """Tokens whose KV is complete."""
-        return self.spans[-1].end if self.spans else 0
+        """Tokens whose KV was sent, complete or not."""
+        return self.spans[-1][0].end if self.spans else 0
 
 
 class Rooms:
@@ -279,7 +280,7 @@ class Rooms:
         if event.layers is not None:
             room.partial = event
         else:
-            room.spans.append(event.span)
+            room.spans.append((event.span, event.ready))
             room.partial = None
         room.pages = event.pages
         room.slot = event.slot if event.slot is not None else room.slot
@@ -614,8 +615,8 @@ class Rooms:
         """Give the binding what the engine has sent. The newest pages hold every earlier span."""
         prompt = room.opened.prompt_tokens
         sent: list[SendChunk | SendMetadata | None] = [
-            SendChunk(room.key, span, room.pages, room.slot if span.end == prompt else None)
-            for span in room.spans
+            SendChunk(room.key, span, room.pages, room.slot if span.end == prompt else None, ready=ready)
+            for span, ready in room.spans
         ]
         for event in (*sent, room.partial, room.metadata):
             if event is None or machine.phase.terminal:

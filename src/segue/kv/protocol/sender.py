@@ -250,7 +250,6 @@ class SenderMachine(Machine):
             self.emit(HandoffPhase(self.transfer, KVPoll.TRANSFERRING))
             if len(part):
                 self.exposed_pages = len(event.pages)
-                self._first_post_at = self.turn.now
         for pair, share, pair_blocks in zip(plan.pairs, shares, blocks, strict=True):
             if not sent:
                 nbytes = plan.chunk_bytes(*pair, len(share), final)
@@ -262,11 +261,11 @@ class SenderMachine(Machine):
                 rank, target = pair
                 write.in_flight += 1
                 self._in_flight[rank, tag] = (pair, write)
-                self.emit(PostWrite(self.transfer, rank, self.epoch, tag, target, pair_blocks))
+                self.emit(PostWrite(self.transfer, rank, self.epoch, tag, target, pair_blocks, event.ready))
             if whole:
                 write.whole = True
                 if write.nbytes:
-                    self._sum(tag, pair, write, share, event.pages, slot)
+                    self._sum(tag, pair, write, share, slot, event)
                 self._announce(pair)
         if whole:
             self._next_token = span.end
@@ -274,17 +273,17 @@ class SenderMachine(Machine):
         return SenderState.TRANSFERRING if len(part) else SenderState.ALL_CACHED
 
     def _sum(
-        self, tag: int, pair: _Pair, write: _ChunkWrite, share: Span, pages: tuple[int, ...], slot: int | None
+        self, tag: int, pair: _Pair, write: _ChunkWrite, share: Span, slot: int | None, event: SendChunk
     ) -> None:
         """Have the chunk's source bytes hashed, beside the write."""
         if self.local.kv_checksum is ChecksumMode.OFF:
             return
         write.every = 1 if self.local.kv_checksum is ChecksumMode.FULL else SAMPLE_EVERY
         sample = LayerSample(write.every, self.transfer.room + write.sequence)
-        content = self.plan.source_content(*pair, share, pages, sample, slot)
+        content = self.plan.source_content(*pair, share, event.pages, sample, slot)
         write.summed = False
         self._reading[pair[0], tag] = (pair, write)
-        self.emit(ComputeChecksum(self.transfer, pair[0], tag, content))
+        self.emit(ComputeChecksum(self.transfer, pair[0], tag, content, self.epoch, event.ready))
 
     def _metadata(self, event: SendMetadata) -> None:
         """Send the metadata at once: it need not wait for the writes, the tally does."""
@@ -300,6 +299,8 @@ class SenderMachine(Machine):
         write.in_flight -= 1
         write.wire_s = event.seconds
         self._last_landed_at = self.turn.now
+        began_at = self.turn.now - event.seconds
+        self._first_post_at = min(began_at, self._first_post_at or began_at)
         self._announce(pair)
 
     def _broken(self, event: WriteBroken) -> None:

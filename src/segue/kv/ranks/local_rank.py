@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Protocol
@@ -21,6 +22,7 @@ from segue.kv.errors import (
     BootstrapTimeout,
     ErrorInfo,
     Internal,
+    OutOfCapacity,
     SegueError,
     TransferFailed,
 )
@@ -32,6 +34,8 @@ from segue.kv.layout.spec import PoolSpec
 from segue.kv.path_figures import PathFigures
 from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
 from segue.kv.ranks.checksums import Digester
+from segue.kv.ready import ReadyEvent
+from segue.kv.session.tasks import typed
 from segue.kv.transport.base import (
     Endpoint,
     EventSink,
@@ -42,10 +46,13 @@ from segue.kv.transport.base import (
 )
 from segue.kv.transport.memory.pool_memory import Memory
 from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.paths import fenced
 from segue.kv.transport.probe import Measurement, PageShape, Scratch, page_writes
 
 #: After a fence that a transport did not take, before it is asked again.
 FENCE_AGAIN_S = 1.0
+#: Writes and checksums of one hand-off that wait until their KV is ready.
+MAX_HELD = 65536
 #: For the libraries of transports that are to be measured, before anybody is met.
 LOAD_S = 10.0
 
@@ -63,6 +70,10 @@ class RankOwner(Protocol):
 
     def hashed(self, answer: ChecksumReady) -> None:
         """A checksum, or why there is none."""
+        ...
+
+    def signalled(self, rank: int, number: int, error: ErrorInfo | None) -> None:
+        """The moment `number` (`ReadyEvent`) has come in the process of the rank, or never will."""
         ...
 
     def lost(self, rank: int, error: SegueError) -> None:
@@ -113,8 +124,17 @@ class Rank(Protocol):
         a write, or BootstrapTimeout. What raises leaves at most one write behind."""
         ...
 
-    def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
-        """Copy `blocks` of our memory into the peer's; `tag` comes back with the answer."""
+    def write(
+        self,
+        transport: str,
+        peer: RankId,
+        epoch: int,
+        tag: int,
+        blocks: Sequence[CopyBlock],
+        ready: ReadyEvent | None = None,
+    ) -> None:
+        """Copy `blocks` of our memory into the peer's, once they are `ready`; `tag` comes back with the
+        answer."""
         ...
 
     def grant(
@@ -124,16 +144,28 @@ class Rank(Protocol):
         ...
 
     def fence(self, transport: str, peer: RankId, epoch: int) -> None:
-        """Ask for the proof that no write of `epoch` between us and `peer` is under way or can begin."""
+        """Ask for the proof that no write of `epoch` between us and `peer` is under way or can begin. What of
+        `epoch` is not `ready` fails, and so do its checksums."""
         ...
 
     def checksum(self, effect: ComputeChecksum) -> None:
-        """Hash a chunk in our memory."""
+        """Hash a chunk in our memory, once it is `ready`."""
         ...
 
     def close(self) -> None:
         """No answer after it returns. Idempotent."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldWrite:
+    """The arguments of a `write` that waits."""
+
+    transport: str
+    peer: RankId
+    epoch: int
+    tag: int
+    blocks: Sequence[CopyBlock]
 
 
 class LocalRank:
@@ -165,6 +197,9 @@ class LocalRank:
         #: path may be measured again while a write of the first time is still under way
         self._measuring: dict[tuple[str, RankId, int, int], asyncio.Future[Written | WriteFailed]] = {}
         self._tags = count(1)
+        #: of each epoch what waits until its KV is ready
+        self._held: dict[int, dict[ReadyEvent, list[_HeldWrite | ComputeChecksum]]] = {}
+        self._closed = False
         self._by_name = {name: make(partial(self._moved, name)) for name, make in transports.items()}
         self.endpoints = {
             name: msgspec.msgpack.encode(transport.register(memory))
@@ -232,9 +267,22 @@ class LocalRank:
             raise Internal("this rank has no scratch")
         return self.scratch
 
-    def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+    def write(
+        self,
+        transport: str,
+        peer: RankId,
+        epoch: int,
+        tag: int,
+        blocks: Sequence[CopyBlock],
+        ready: ReadyEvent | None = None,
+    ) -> None:
         """See `Transport.write`."""
-        self._by_name[transport].write(peer, epoch, tag, blocks)
+        if ready is not None and not ready.over:
+            self._hold(ready, epoch, _HeldWrite(transport, peer, epoch, tag, blocks))
+        elif ready is not None and ready.error is not None:
+            self._moved(transport, WriteFailed(peer, epoch, tag, ready.error))
+        else:
+            self._by_name[transport].write(peer, epoch, tag, blocks)
 
     def grant(
         self, transport: str, peer: RankId, epoch: int, pages: Sequence[int], slot: int | None = None
@@ -244,15 +292,79 @@ class LocalRank:
         return True
 
     def fence(self, transport: str, peer: RankId, epoch: int) -> None:
-        """See `Transport.fence`."""
+        """See `Transport.fence`. What is not ready fails before the fence is answered."""
+        self._drop(transport, peer, epoch)
         self._by_name[transport].fence(peer, epoch)
 
     def checksum(self, effect: ComputeChecksum) -> None:
         """Hash what `effect` names, now or soon."""
-        self._digester.submit(effect)
+        ready = effect.ready
+        if ready is not None and not ready.over:
+            self._hold(ready, effect.epoch, effect)
+        elif ready is not None and ready.error is not None:
+            self._hashed(_no_checksum(effect, ready.error))
+        else:
+            self._digester.submit(effect)
+
+    # ---- what waits until its KV is ready ----------------------------------------------------------
+
+    def _hold(self, ready: ReadyEvent, epoch: int, item: _HeldWrite | ComputeChecksum) -> None:
+        """Raises OutOfCapacity."""
+        if self._io is None:
+            raise Internal("a rank that was not started")
+        held = self._held.setdefault(epoch, {})
+        if sum(map(len, held.values())) >= MAX_HELD:
+            raise OutOfCapacity(f"{MAX_HELD} writes of one hand-off wait until their KV is ready")
+        if ready not in held:
+            held[ready] = []
+            ready.then(partial(self._io.post, self._now, ready, epoch))
+        held[ready].append(item)
+
+    def _now(self, ready: ReadyEvent, epoch: int) -> None:
+        """The moment has come, or never will."""
+        held = self._held.get(epoch, {})
+        items = held.pop(ready, [])
+        if not held:
+            self._held.pop(epoch, None)
+        if self._closed:
+            return
+        for item in items:
+            if isinstance(item, ComputeChecksum):
+                assert self._io is not None
+                self._io.loop.call_soon(self._hash, item)  # after all writes: it holds the interpreter's lock
+                continue
+            try:
+                self.write(item.transport, item.peer, item.epoch, item.tag, item.blocks, ready)
+            except Exception as exc:
+                error = typed(exc, "posting what has become ready")
+                self._moved(item.transport, WriteFailed(item.peer, item.epoch, item.tag, error))
+
+    def _hash(self, item: ComputeChecksum) -> None:
+        if self._closed:
+            return
+        try:
+            self.checksum(item)
+        except Exception as exc:
+            self._hashed(_no_checksum(item, typed(exc, "hashing what has become ready")))
+
+    def _drop(self, transport: str, peer: RankId, epoch: int) -> None:
+        """Fail what of `epoch` for `peer` waits, and its checksums."""
+        held = self._held.pop(epoch, {})
+        left: dict[ReadyEvent, list[_HeldWrite | ComputeChecksum]] = {}
+        for ready, items in held.items():
+            for item in items:
+                if isinstance(item, ComputeChecksum):
+                    self._hashed(_no_checksum(item, fenced(epoch)))
+                elif (item.transport, item.peer) == (transport, peer):
+                    self._moved(transport, WriteFailed(peer, epoch, item.tag, fenced(epoch)))
+                else:
+                    left.setdefault(ready, []).append(item)
+        if left:
+            self._held[epoch] = left
 
     def close(self) -> None:
         """End the digester first, so that no answer asks anything of transports that are closed."""
+        self._closed = True
         self._digester.close()
         for transport in self._by_name.values():
             transport.close()
@@ -269,6 +381,10 @@ class LocalRank:
     def _hashed(self, answer: ChecksumReady) -> None:
         if self._owner is not None:
             self._owner.hashed(answer)
+
+
+def _no_checksum(effect: ComputeChecksum, error: SegueError) -> ChecksumReady:
+    return ChecksumReady(effect.transfer, effect.rank, effect.tag, 0, error.info)
 
 
 def _tell(ended: asyncio.Future[Written | WriteFailed], event: Written | WriteFailed) -> None:

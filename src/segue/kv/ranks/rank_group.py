@@ -169,7 +169,8 @@ class Ranks:
         name = route.transport
         match effect:
             case PostWrite():
-                rank.write(name, RankId(peer, effect.target), effect.epoch, effect.tag, effect.blocks)
+                to = RankId(peer, effect.target)
+                rank.write(name, to, effect.epoch, effect.tag, effect.blocks, effect.ready)
             case Relay():
                 rank.write(name, RankId(self._me, effect.target), effect.epoch, effect.tag, effect.blocks)
             case Grant():

@@ -2,7 +2,7 @@
 
 The rank speaks first: `ReadyAnswer`. To a `…Command` it says the `…Answer` of the same name, to a
 `WriteCommand` or a `FenceCommand` a `MovedAnswer`, to a `PingCommand` `PongAnswer`, to those of which `Rank`
-has coroutines `DoneAnswer`.
+has coroutines `DoneAnswer`. To a `SignalledAnswer` the leader says `ForgetCommand`.
 """
 
 from __future__ import annotations
@@ -70,13 +70,14 @@ class DoneAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class WriteCommand(msgspec.Struct, frozen=True, tag=True):
-    """`Rank.write`; `number` is its tag."""
+    """`Rank.write`; `number` is its tag, `ready` the number of the moment that it waits for."""
 
     transport: str
     peer: RankId
     epoch: int
     number: int
     blocks: list[CopyBlock]
+    ready: int | None = None
 
 
 class GrantCommand(msgspec.Struct, frozen=True, tag=True):
@@ -113,15 +114,29 @@ class MovedAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChecksumCommand(msgspec.Struct, frozen=True, tag=True):
-    """`Rank.checksum`."""
+    """`Rank.checksum` of `effect`, at the moment with the number `ready`."""
 
     effect: ComputeChecksum
+    ready: int | None = None
 
 
 class ChecksumAnswer(msgspec.Struct, frozen=True, tag=True):
     """`RankOwner.hashed`."""
 
     answer: ChecksumReady
+
+
+class SignalledAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The moment `ready` has come at this rank, or never will."""
+
+    ready: int
+    error: ErrorInfo | None = None
+
+
+class ForgetCommand(msgspec.Struct, frozen=True, tag=True):
+    """The leader knows that `ready` has come: no later command names it."""
+
+    ready: int
 
 
 class FailedAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -146,9 +161,19 @@ Command = (
     | GrantCommand
     | FenceCommand
     | ChecksumCommand
+    | ForgetCommand
     | PingCommand
 )
-Answer = ReadyAnswer | DoneAnswer | MovedAnswer | GrantAnswer | ChecksumAnswer | FailedAnswer | PongAnswer
+Answer = (
+    ReadyAnswer
+    | DoneAnswer
+    | MovedAnswer
+    | GrantAnswer
+    | ChecksumAnswer
+    | SignalledAnswer
+    | FailedAnswer
+    | PongAnswer
+)
 HandOff = Command | Answer
 #: Of these a link knows to whom they go.
 HAND_OFF = frozenset(get_args(HandOff))

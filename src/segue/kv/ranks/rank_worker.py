@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from segue.kv.errors import ErrorInfo, Internal, SegueError, TransferFailed
 from segue.kv.ids import RankId
@@ -12,7 +15,9 @@ from segue.kv.protocol.events import ChecksumReady
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S, LocalRank
 from segue.kv.ranks.rank_link import RankLink
+from segue.kv.ready import ReadyEvent
 from segue.kv.session.tasks import background, typed
+from segue.kv.threads import ThreadPerCall, Waits
 from segue.kv.transport.base import TransportEvent, WriteFailed
 
 
@@ -22,14 +27,25 @@ class RankWorker:
     compute meanwhile. The link's `limits` must be those of the leader.
 
     `leader_gone` is called once, on that thread, when the leader has closed the link or died: nothing will be
-    asked any more, and the process should `close` and end.
+    asked any more, and the process should `close` and end. `threads` run what `signal` waits for.
     """
 
-    def __init__(self, rank: LocalRank, link: RankLink, leader_gone: Callable[[SegueError], None]) -> None:
+    def __init__(
+        self,
+        rank: LocalRank,
+        link: RankLink,
+        leader_gone: Callable[[SegueError], None],
+        threads: Executor | None = None,
+    ) -> None:
         self._rank = rank
         self._link = link
         self._leader_gone = leader_gone
         self._closed = False
+        self._waits = Waits(threads or ThreadPerCall("segue-ready"))
+        #: moments that a write waits for, and that somebody still has; and those that have come or are waited
+        #: for here, until the leader knows
+        self._moments: WeakValueDictionary[int, ReadyEvent] = WeakValueDictionary()
+        self._signalled: dict[int, ReadyEvent] = {}
 
     def start(self) -> None:
         """Tell the leader what this rank has, and serve. Raises TimeoutError after `limits.connect_s`."""
@@ -39,6 +55,31 @@ class RankWorker:
         self._link.attach(self._asked, self._ended)
         await self._rank.start(self, self._link.io)
         self._say(wire.ReadyAnswer(self._rank.spec, dict(self._rank.endpoints), self._rank.scratch))
+
+    def signal(self, number: int, wait: Callable[[], object] | None = None) -> None:
+        """The KV of the chunks that the leader sends at the moment `number` (`ReadyEvent.number`) is complete
+        in the pool of this rank, or will be once `wait` returns, as in `ReadyEvent.signal`. From any
+        thread."""
+        self._link.io.post(self._signal, number, wait)
+
+    def _signal(self, number: int, wait: Callable[[], object] | None) -> None:
+        if self._closed or number in self._signalled:
+            return
+        ready = self._signalled[number] = self._moment(number)
+        ready.then(lambda: self._link.io.post(self._told_leader, ready))
+        try:
+            ready.signal(wait)
+        except SegueError as error:
+            ready.end(error)
+
+    def _moment(self, number: int) -> ReadyEvent:
+        ready = self._moments.get(number)
+        if ready is None:
+            ready = self._moments[number] = ReadyEvent(number, self._waits)
+        return ready
+
+    def _told_leader(self, ready: ReadyEvent) -> None:
+        self._say(wire.SignalledAnswer(ready.number, None if ready.error is None else ready.error.info))
 
     def close(self) -> None:
         """End the transports, and only then the link, if it carries nothing else: its end says that nothing
@@ -70,15 +111,19 @@ class RankWorker:
             case wire.MeasureCommand(number, transport, peer, epoch, scratch, shape, timeout_s):
                 measuring = self._rank.measure(transport, peer, epoch, scratch, shape, timeout_s)
                 self._answer(number, measuring, f"measuring {peer}")
-            case wire.WriteCommand(transport, peer, epoch, number, blocks):
-                self._rank.write(transport, peer, epoch, number, blocks)
+            case wire.WriteCommand(transport, peer, epoch, number, blocks, ready):
+                moment = None if ready is None else self._moment(ready)
+                self._rank.write(transport, peer, epoch, number, blocks, moment)
             case wire.GrantCommand(transport, peer, epoch, pages, slot):
                 self._rank.grant(transport, peer, epoch, pages, slot)
                 self._say(wire.GrantAnswer(peer, epoch))
             case wire.FenceCommand(transport, peer, epoch):
                 self._rank.fence(transport, peer, epoch)
-            case wire.ChecksumCommand(effect):
-                self._rank.checksum(effect)
+            case wire.ChecksumCommand(effect, ready):
+                moment = None if ready is None else self._moment(ready)
+                self._rank.checksum(replace(effect, ready=moment))
+            case wire.ForgetCommand(number):
+                self._signalled.pop(number, None)
             case _:
                 raise TransferFailed(f"{type(command).__name__} is not for a rank")
 
@@ -132,6 +177,10 @@ class RankWorker:
     def hashed(self, answer: ChecksumReady) -> None:
         """See `RankOwner.hashed`."""
         self._link.io.post(self._say, wire.ChecksumAnswer(answer))
+
+    def signalled(self, rank: int, number: int, error: ErrorInfo | None) -> None:
+        """See `RankOwner.signalled`; a rank of this process has no process of its own."""
+        raise Internal(f"rank {rank} of this process has signalled {number}")
 
     def lost(self, rank: int, error: SegueError) -> None:
         """See `RankOwner.lost`; a rank of this process is not lost before the process."""

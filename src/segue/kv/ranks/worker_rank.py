@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from segue.kv.errors import (
@@ -28,6 +29,7 @@ from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks.local_rank import RankOwner
 from segue.kv.ranks.rank_link import RankLink
+from segue.kv.ready import ReadyEvent
 from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed
 from segue.kv.transport.probe import PageShape, Scratch
 
@@ -48,6 +50,7 @@ class WorkerRank:
         self._index = index
         self._link = link
         self._owner: RankOwner | None = None
+        self._io: Io | None = None
         self._error: SegueError | None = None
         self._over = False
         self._send: Callable[[wire.Command], None] = link.post
@@ -60,6 +63,7 @@ class WorkerRank:
     async def start(self, owner: RankOwner, io: Io) -> None:
         """See `Rank.start`."""
         self._owner = owner
+        self._io = io
         link = self._link
         if io is link.io:
             self._send = link.send
@@ -108,12 +112,21 @@ class WorkerRank:
         finally:
             del self._asked[number]
 
-    def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
-        """See `Transport.write`."""
-        if self._error is not None:
-            self._moved(transport, WriteFailed(peer, epoch, tag, self._error))
+    def write(
+        self,
+        transport: str,
+        peer: RankId,
+        epoch: int,
+        tag: int,
+        blocks: Sequence[CopyBlock],
+        ready: ReadyEvent | None = None,
+    ) -> None:
+        """See `Rank.write`."""
+        error = self._error or (None if ready is None else ready.error)
+        if error is not None:
+            self._moved(transport, WriteFailed(peer, epoch, tag, error))
             return
-        self._send(wire.WriteCommand(transport, peer, epoch, tag, list(blocks)))
+        self._send(wire.WriteCommand(transport, peer, epoch, tag, list(blocks), self._unsignalled(ready)))
         self._writes.add((transport, peer, epoch, tag))
 
     def grant(
@@ -135,10 +148,16 @@ class WorkerRank:
 
     def checksum(self, effect: ComputeChecksum) -> None:
         """Have the worker hash what `effect` names."""
-        if self._error is not None:
-            raise self._error
-        self._send(wire.ChecksumCommand(effect))
+        ready = effect.ready
+        error = self._error or (None if ready is None else ready.error)
+        if error is not None:
+            raise error
+        self._send(wire.ChecksumCommand(replace(effect, ready=None), self._unsignalled(ready)))
         self._checksums[effect.transfer, effect.tag] = effect
+
+    def _unsignalled(self, ready: ReadyEvent | None) -> int | None:
+        """The number of a moment that the worker has not said to have come: it forgets those that it has."""
+        return None if ready is None or self._index in ready.signalled_at else ready.number
 
     def close(self) -> None:
         """Ask nothing any more, and end the link if it carries nothing else. Idempotent."""
@@ -163,6 +182,11 @@ class WorkerRank:
                 self._hashed(ready)
             case wire.DoneAnswer(number, figures, error):
                 self._told(number, figures, error)
+            case wire.SignalledAnswer(number, error):
+                if self._owner is not None and self._io is not None:
+                    self._owner.signalled(self._index, number, error)
+                    # Behind that: after all commands that name it.
+                    self._io.post(self._send, wire.ForgetCommand(number))
             case wire.FailedAnswer(error):
                 self._give_up(error.exception())
             case _:

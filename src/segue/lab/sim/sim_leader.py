@@ -15,6 +15,7 @@ from typing import Any
 
 from segue.engine.engine_api import HostPages, OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
+from segue.engine.ranks.rank_orders import due
 from segue.engine.request import Output
 from segue.kv.clock import Clock
 from segue.kv.config import LeaderRuntime, SessionConfig
@@ -101,12 +102,20 @@ class CheckedEngine(LineageEngine):
             for layers in range(1, self.spec.shape.layers if self.node.spec.send_layers else 0):
                 if self.node.rng.random() < TELLS:
                     forward.on_stored(seq_ids, layers)
+                    self._signal(forward, layers)
             if self.node.rng.random() < TELLS:
                 forward.on_stored(seq_ids)
+                self._signal(forward)
         except Exception as exc:
             forward.raised = exc
         if self.node.device:
             self.node.wake()
+
+    def _signal(self, forward: SimForward, layers: int | None = None) -> None:
+        """As the forward of a rank in another process (`serve_rank`)."""
+        for step in forward.computed:
+            for number in due(step, layers):
+                self.node.signal(number)
 
     def _end_forward(self, forward: SimForward) -> None:
         if self.node.device:
@@ -125,6 +134,7 @@ class CheckedEngine(LineageEngine):
             error = RankDivergence(f"injected: rank {handle.diverged} has carried out other orders")
             self.node.rank_diverged(handle.diverged, error)
             raise error
+        self._signal(handle)
         return self.node.faults.forward_ends(handle.refused + self.draw(handle.computed))
 
     def _diverge(self, steps: Sequence[SequenceStep]) -> int | None:
@@ -281,6 +291,9 @@ class LeaderNode(NodeView):
         self.fronts.deliver = self.put
         self._listen()
 
+    def signal(self, number: int) -> None:
+        """This moment has come at ranks in processes of their own."""
+
     def _make_scheduler(self) -> Scheduler:
         return UnifiedScheduler(self.engine, self.pool, self._scheduling())
 
@@ -290,6 +303,7 @@ class LeaderNode(NodeView):
             name=f"{self.spec.role.value} {self.me}",
             limits=self.limits,
             chunk_tokens=self.spec.chunk_tokens,
+            send_layers=int(self.spec.send_layers),
             secret=self.state.secret or b"",
             dp=self.spec.dp,
         )

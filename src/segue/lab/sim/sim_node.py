@@ -348,6 +348,11 @@ class KVNode(LeaderNode, KVView):
             found.append(self.workers[index] if self.workers else rank)
         return found
 
+    def signal(self, number: int) -> None:
+        """See `LeaderNode.signal`."""
+        for rank in self.workers:
+            rank.worker.signal(number)
+
     def rank_diverged(self, rank: int, error: SegueError) -> None:
         """As `RanksForward`: nothing can be computed any more."""
         self.manager.lost(rank, error)

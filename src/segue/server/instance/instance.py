@@ -105,6 +105,7 @@ class Instance:
             name=f"{config.label} {self.me}",
             limits=self.limits,
             chunk_tokens=config.engine.chunk_tokens,
+            send_layers=config.engine.send_layers,
             secret=config.secret,
             dp=self.dp,
             role=str(config.role),

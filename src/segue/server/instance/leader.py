@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,15 +101,6 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
-class KVStored:
-    """The forward number `step` has the KV of these sequences in the pool, or of so many layers."""
-
-    step: int
-    seq_ids: Collection[int]
-    layers: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class FormatReady:
     """An output format was compiled, or refused."""
 
@@ -135,7 +126,6 @@ Item = (
     | Hold
     | Abandon
     | Inspect
-    | KVStored
     | FormatReady
     | ForwardReady
     | PeersAdvanced
@@ -191,7 +181,6 @@ class Leader:
         self._after_forward: list[Change] = []
         #: requests whose output format is being compiled, in their order
         self._parked: dict[Grammar, list[FromFrontend]] = {}
-        self._computes_here = False
 
     def changed(self, change: Change) -> None:
         """A hand-off has changed; from any thread. That its bytes move is no news for a scheduler: it would
@@ -259,25 +248,14 @@ class Leader:
     def launch(self, steps: Sequence[SequenceStep]) -> None:
         """Begin the forward that was decided."""
         self.steps += 1
-        self._computes_here = False
         try:
             self.scheduler.launched(steps)
-            stored = partial(self._stored, self.steps)
-            handle = self.engine.launch(steps, stored, partial(self.inbox.put, ForwardReady()))
-            self._computes_here = handle.ready
+            wake = partial(self.inbox.put, ForwardReady())
+            handle = self.engine.launch(steps, self.scheduler.on_stored(), wake)
         except Exception as exc:  # the boundary, as in `collect`
             self._failed(steps, exc)
             return
         self.forward = steps, handle
-
-    def _stored(self, step: int, seq_ids: Collection[int], layers: int | None = None) -> None:
-        """On this thread if the engine computes here; else on any."""
-        if layers is not None and not self.scheduler.sends:
-            return
-        if self._computes_here:
-            self.scheduler.stored(seq_ids, layers)
-        else:
-            self.inbox.put(KVStored(step, seq_ids, layers))
 
     def collect(self) -> None:
         """Take the results of the forward, if one was launched, and send what came of it."""
@@ -361,9 +339,6 @@ class Leader:
                     self._drain_until = min(self._drain_until or math.inf, now + ABANDON_S)
                 case Inspect(look):
                     look(self.scheduler)
-                case KVStored(step, seq_ids, layers):
-                    if step == self.steps and self.forward is not None:
-                        self.scheduler.stored(seq_ids, layers)
                 case ForwardReady() | PeersAdvanced():
                     pass  # the loop has been woken
                 case Phase() | Release() | Quarantined():

@@ -155,6 +155,11 @@ class HandOffs:
         gc.collect()
         gc.freeze()
 
+    def signal(self, number: int) -> None:
+        """See `RankWorker.signal`."""
+        if self._worker is not None:
+            self._worker.signal(number)
+
     def close(self) -> None:
         """End the transports. Idempotent."""
         if self._worker is not None:
@@ -199,7 +204,7 @@ def _serve(link: RankLink) -> None:
     link.post(LoadedWord(forward.fingerprint, forward.pool.spec))
     hand_offs = HandOffs(config, order.rank, forward, link)
     try:
-        serve_rank(link, forward, hand_offs.serve)
+        serve_rank(link, forward, hand_offs.serve, hand_offs.signal)
     finally:
         hand_offs.close()
 

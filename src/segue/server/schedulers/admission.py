@@ -29,12 +29,14 @@ from segue.server.schedulers.request_state import RequestKey, RequestState
 class SchedulerConfig:
     """`me` is the leader that tickets must name, `name` what errors call it, `role` its kind in records. A
     step computes at most `chunk_tokens` tokens of prompts. Tickets are signed with `secret`, or not at all if
-    it is empty. `dp` are the DP ranks of our instance."""
+    it is empty. `dp` are the DP ranks of our instance. Prefill sends `send_layers` layers of a chunk at a
+    time (0: all)."""
 
     me: LeaderId
     name: str
     limits: Limits = field(default_factory=Limits)
     chunk_tokens: int = 512
+    send_layers: int = 0
     secret: bytes = b""
     dp: DpRanks = field(default_factory=DpRanks)
     role: str = ""

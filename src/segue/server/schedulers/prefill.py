@@ -10,11 +10,13 @@ the attempt with a decode that follows (a foreign router asks prefill first).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from msgspec.structs import replace
 
-from segue.engine.engine_api import Engine, SequenceResult, SequenceStep
+from segue.engine.engine_api import Engine, OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.kv import (
     FAIL_ON_CONFLICT,
@@ -29,6 +31,7 @@ from segue.kv import (
     KVSender,
     LeaderId,
     Phase,
+    ReadyEvent,
     Release,
     RoomKey,
     Span,
@@ -53,8 +56,6 @@ _DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, E
 class PrefillScheduler(Scheduler):
     """See the module's text. `handoffs` makes the senders."""
 
-    sends = True
-
     def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handles) -> None:
         super().__init__(engine, pool, config)
         self.handoffs = handoffs
@@ -62,8 +63,8 @@ class PrefillScheduler(Scheduler):
         self.queue = PrefillQueue(self.cache, config.chunk_tokens)
         self.retained = RetainedPrompts()
         self._steps: list[SequenceStep] = []
-        #: the steps of the running forward whose chunks have not been sent yet
-        self._unsent: dict[int, SequenceStep] = {}
+        #: of each sequence of the newest forward, when so many layers of its chunk are complete
+        self._moments: dict[int, list[tuple[int, ReadyEvent]]] = {}
 
     # ---- admission ----------------------------------------------------------------------------
 
@@ -217,23 +218,35 @@ class PrefillScheduler(Scheduler):
 
     def plan(self, now: float) -> list[SequenceStep]:
         """The next forward: chunks of prompts whose destination is known. What was cached of a prompt leaves
-        as it starts."""
-        self._steps = self.queue.plan(self.config.chunk_tokens, now)
-        self._unsent = {step.seq_id: step for step in self._steps}
-        for step in self._steps:
+        as it starts; the chunks are sent, too, and leave when the forward says that they are stored."""
+        self._moments, self._steps = {}, []
+        for step in self.queue.plan(self.config.chunk_tokens, now):
             state = self.admission.by_seq[step.seq_id]
-            if 0 < step.start == state.cached and not self._alone(state):
-                self._sender(state).send(Span(0, state.cached), state.pages)
+            try:
+                self._steps.append(self._sent(step, state))
+            except Exception as exc:  # the boundary: it ends, and no other one of the step
+                self.engine_broke("sending", state, exc, now)
         return self._steps
 
-    def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
-        """Send the chunks of these sequences, or of so many layers, while the forward goes on."""
-        for seq_id in seq_ids:
-            step, state = self._unsent.get(seq_id), self.admission.by_seq.get(seq_id)
-            if step is not None and state is not None and not self._alone(state):
-                self._sender(state).send(step.span, state.pages, slot=state.slot, layers=layers)
-                if layers is None:
-                    del self._unsent[seq_id]  # not before: `complete` sends what could not leave
+    def _sent(self, step: SequenceStep, state: RequestState) -> SequenceStep:
+        if self._alone(state):
+            return step
+        sender, total, every = self._sender(state), self.engine.spec.layer_count, self.config.send_layers
+        if 0 < step.start == state.cached:
+            sender.send(Span(0, state.cached), state.pages)
+        moments = [
+            (layers, self.handoffs.ready()) for layers in (range(every, total, every) if every else ())
+        ]
+        for layers, ready in moments:
+            sender.send(step.span, state.pages, slot=state.slot, layers=layers, ready=ready)
+        moments.append((total, self.handoffs.ready()))
+        sender.send(step.span, state.pages, slot=state.slot, ready=moments[-1][1])
+        self._moments[step.seq_id] = moments
+        return dataclasses.replace(step, ready=tuple((upto, ready.number) for upto, ready in moments))
+
+    def on_stored(self) -> OnStored:
+        """Let the chunks of these sequences, or so many layers of them, leave while the forward goes on."""
+        return partial(_signal, self._moments)
 
     def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:
         """Send what is left of the chunks that the forward computed, and the metadata with the last ones."""
@@ -246,7 +259,7 @@ class PrefillScheduler(Scheduler):
                 self.fail(state, result.failure("the prefill failed"), now)
                 continue
             self.queue.complete(state, step, result)
-            self.stored((step.seq_id,))
+            _signal(self._moments, (step.seq_id,))  # a forward need not have said so
             if step.sample:
                 if result is None or result.token is None:
                     self.fail(state, Internal("the engine returned no first token").info, now)
@@ -302,3 +315,13 @@ class PrefillScheduler(Scheduler):
     def sizes(self) -> dict[str, int]:
         """See `Scheduler.sizes`; what is retained belongs to no request."""
         return {**super().sizes(), "handoffs": len(self.table), "queue": len(self.queue)}
+
+
+def _signal(
+    moments: Mapping[int, list[tuple[int, ReadyEvent]]], seq_ids: Collection[int], layers: int | None = None
+) -> None:
+    """So many layers of these sequences' chunks are complete on this process's ranks (None: all)."""
+    for seq_id in seq_ids:
+        for upto, ready in moments.get(seq_id, ()):
+            if layers is None or upto <= layers:
+                ready.signal()

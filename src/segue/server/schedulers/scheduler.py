@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
-from segue.engine.engine_api import Engine, SequenceResult, SequenceStep
+from segue.engine.engine_api import Engine, OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.engine.request import Output
 from segue.kv import (
@@ -32,15 +32,16 @@ from segue.server.schedulers.request_state import RequestState
 T = TypeVar("T")
 
 
+def _nobody(seq_ids: Collection[int], layers: int | None = None) -> None:
+    """The KV is where it is needed."""
+
+
 class Scheduler(ABC):
     """The requests of one instance, from their admission to their one end.
 
     Subclasses say in `_admit` where a new request goes, plan and complete forwards, and release in `_drop`
     what a request holds.
     """
-
-    #: Whether KV leaves for another instance while a forward computes.
-    sends: ClassVar[bool] = False
 
     def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig) -> None:
         self.engine = engine
@@ -199,10 +200,9 @@ class Scheduler(ABC):
         """A forward over `steps` runs from now on, until `complete` or `step_failed`."""
         self._computing = {step.seq_id: self.admission.by_seq[step.seq_id] for step in steps}
 
-    @abstractmethod
-    def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
-        """The KV that the running forward computes for these sequences is in the pool, and final; with
-        `layers` that of the first so many."""
+    def on_stored(self) -> OnStored:
+        """Who is told what the forward that was just planned has stored; may be called on any thread."""
+        return _nobody
 
     def complete(self, results: Sequence[SequenceResult], now: float) -> None:
         """The forward that was planned has ended, with these results."""

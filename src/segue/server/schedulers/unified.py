@@ -60,9 +60,6 @@ class UnifiedScheduler(Scheduler):
         """Whether a prompt may take pages now."""
         return not self.batch.retracted
 
-    def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
-        """The KV is where it is needed."""
-
     def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:
         """Hand the new tokens out; a finished prompt starts to generate."""
         chunks, self._chunks = self._chunks, []
