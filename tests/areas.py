@@ -1,4 +1,4 @@
-"""What a test grants when it means a whole memory."""
+"""The grant of a whole memory, for tests."""
 
 from __future__ import annotations
 

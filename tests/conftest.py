@@ -1,6 +1,5 @@
-"""What the tests of several rooms share: `tls_files` importable from each, who runs beside whom, and a log
-that is put back.
-"""
+"""Fixtures of all tests: `tls_files` importable from each package, the order of tests, and a log that is
+restored."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ SLICES = "tests/lab/sim/test_sim_slice.py::test_no_invariant_breaks_under_faults
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that no worker is left with it when the others have ended."""
+    """The slowest tests run first, so that no worker is left with one when the others have ended."""
     items.sort(key=lambda item: not item.nodeid.startswith((DEPLOYMENTS, SLICES)))
 
 
@@ -71,7 +70,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 @pytest.fixture(autouse=True, scope="module")
 def imports_stay_frozen() -> Iterator[None]:
-    """Who undoes `frozen_imports` makes every later collection of this process ten times as long."""
+    """Keep the frozen imports: without them every later collection of this process takes ten times as
+    long."""
     before = gc.get_freeze_count()
     yield
     assert gc.get_freeze_count() >= before // 2, "call gc.freeze() after gc.unfreeze()"

@@ -44,7 +44,7 @@ class HandLoop:
         self.now = until
 
     def stand_still(self, seconds: float) -> None:
-        """What is due meanwhile happens afterwards."""
+        """Advance the clock without running the loop: due calls run afterwards."""
         self.now += seconds
         for timer in [timer for timer in self.timers if timer.at <= self.now]:
             self.timers.remove(timer)

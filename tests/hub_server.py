@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Repository:
-    """What it holds at each commit, by file name, and which commit a branch or tag is at."""
+    """The files of a repository at each commit, and the commit of each branch or tag."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)

@@ -26,7 +26,7 @@ NAME = "library"
 
 @dataclass(eq=False)
 class Faults:
-    """What goes wrong in the libraries of this process, from now on.
+    """Faults in the libraries of this process, from now on.
 
     running: clear it, and nothing lands until it is set again.
     fail_after: so many posts are taken, the next raises, and lands all the same.

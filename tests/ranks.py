@@ -22,8 +22,7 @@ def rank(word: str, dp_rank: int = 0, number: int = 0) -> RankId:
 def options(
     me: RankId, *, stall_s: float = 60.0, handshake_s: float = 60.0, **fields: Any
 ) -> TransportOptions:
-    """What a transport of `me` is made from: patient, so that nobody is given up where the machine stands
-    still for a while."""
+    """The options of a transport of `me`: patient, so that a pause of the machine loses no peer."""
     limits = Limits(peer_silence_s=stall_s, handshake_s=handshake_s)
     return TransportOptions(me=me, limits=limits, **fields)
 

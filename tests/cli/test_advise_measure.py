@@ -1,4 +1,5 @@
-"""What `segue advise --measure` runs and what it says of it, with an engine that computes nothing."""
+"""The measurements of `segue advise --measure` and its report of them, with an engine that computes
+nothing."""
 
 from __future__ import annotations
 

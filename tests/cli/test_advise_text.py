@@ -1,4 +1,4 @@
-"""What `segue advise` prints of an advice whose figures are known."""
+"""The text of `segue advise` for advice with known figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees while a model is fetched and converted."""
+"""The messages while a model is downloaded and converted."""
 
 from __future__ import annotations
 

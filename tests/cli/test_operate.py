@@ -1,6 +1,5 @@
-"""What `segue ps` makes of the answers of leaders; the commands themselves are tried in
-`tests/server/instance`.
-"""
+"""The tables of `segue ps` from the answers of leaders; `tests/server/instance` tests the commands
+themselves."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ STRUCK, BROKEN = {2, 3, 5}, {3, 5}
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What was run, shrunk and replayed."""
+    """The runs, shrinks and replays that were started."""
     found: list[tuple[Any, ...]] = []
 
     def load(seed: int, only: str = "") -> Any:

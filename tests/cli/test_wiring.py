@@ -1,4 +1,4 @@
-"""What the commands hand on: every setting reaches its place, and what was opened is closed.
+"""The commands pass each setting to its place, and close all that they open.
 
 Doubles stand where a process, a server or a model would be; each notes what it was given.
 """
@@ -37,7 +37,7 @@ FLEET = SimpleNamespace(await_restarted=lambda _roles: None)
 
 
 class Noted:
-    """What was given, by the name of whom it was given to."""
+    """The arguments that each double got, by its name."""
 
     def __init__(self) -> None:
         self.given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -383,7 +383,7 @@ def test_the_registry_of_a_deployment_is_on_loopback_with_its_secret_and_ends_wi
 
 
 class Lifeline:
-    """Of a process that somebody supervises, or not."""
+    """The lifeline of a process with or without a supervisor."""
 
     def __init__(self, supervised: bool, noted: Noted) -> None:
         self.supervised = supervised

@@ -1,4 +1,4 @@
-"""What all end-to-end tests share: the check at the end of each, and a model that is quick to load."""
+"""Fixtures of all end-to-end tests: the check at the end of each, and a model that loads quickly."""
 
 from __future__ import annotations
 

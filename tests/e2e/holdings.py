@@ -1,4 +1,4 @@
-"""What a node may hold at rest, exactly: shared segments and descriptors by role, transport and peers.
+"""The exact resources of a node at rest: shared segments and descriptors by role, transport and peers.
 
 The numbers are those of real deployments (one and two instances of each role, before and after load,
 after a kill and a restart), where they did not change by one.
@@ -39,7 +39,7 @@ REGISTRY_CLIENT = max(REGISTRY_WAITS.values()) + REGISTRY_MORE
 def faults(
     states: Mapping[str, State], transport: str, least: dict[str, int], registry_at: str = ""
 ) -> list[str]:
-    """What keeps the nodes of one deployment from being at rest, in words.
+    """The reasons why the nodes of one deployment are not at rest.
 
     `transport` carries the KV (`shm` or `tcp`). `least` has, by node, the fewest descriptors that it ever
     had in its role beside those that its peers cost, and learns when nothing else is wrong: before a

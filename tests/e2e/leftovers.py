@@ -1,4 +1,4 @@
-"""Who and what outlives the test that made it: processes, and shared memory of the tests' own process."""
+"""Processes, and shared memory of the tests' own process, that outlive their test."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Served:
         return lines
 
     def operate(self, *words: str) -> str:
-        """What a command says of this deployment, whose address and secret are those of its `look:` line."""
+        """The output of a command for this deployment, with the address and secret of its `look:` line."""
         [look] = re.findall(r"^look: .* ps (.*)$", self.log(), re.M)
         command = [sys.executable, "-m", "segue.cli.main", *words, *shlex.split(look)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -151,7 +151,7 @@ class Served:
     # ---- what it holds -----------------------------------------------------------------------
 
     def states(self) -> dict[str, State]:
-        """What every live node of this command says of itself, by name. An AssertionError if the command
+        """The state that every live node of this command reports, by name. An AssertionError if the command
         has ended: a test that ends it does so with `stop` or `kill`, and asks no more."""
         assert self.process.poll() is None, f"{self.command} ended by itself: {self.process.returncode}"
         if self.command != "serve":

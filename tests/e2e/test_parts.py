@@ -31,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """What a collector gets that every process is told of."""
+    """The traces that a collector gets from all processes."""
     with collecting() as (url, got):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         yield got

@@ -63,7 +63,8 @@ SHORT = drawn(1, 2, 15, 16, 17, 18, 31, 32, 33, 48, 63, 64, 65, 100, 129, 200)
 
 
 def generated(asked: list[list[int]], folder: Path | None = None) -> list[list[int]]:
-    """What transformers generates for them, with SmolLM2 or `folder`: greedy, float32, 8 tokens each."""
+    """The tokens that transformers generates for these prompts, with SmolLM2 or `folder`: greedy, float32, 8
+    each."""
     import torch
     from transformers import AutoModelForCausalLM
 

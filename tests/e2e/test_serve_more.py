@@ -275,7 +275,7 @@ def write_gguf(folder: Path, path: Path) -> None:
 
 
 def generated(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """What transformers makes of them: greedy, float32."""
+    """The tokens that transformers generates for these prompts: greedy, float32."""
     import torch
     from transformers import AutoModelForCausalLM
 

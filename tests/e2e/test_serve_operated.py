@@ -27,7 +27,7 @@ _RNG = random.Random(4)
 
 @pytest.fixture(scope="module")
 def replay_ports() -> list[int]:
-    """Of prefill-0 and decode-0."""
+    """The replay ports of prefill-0 and decode-0."""
     while True:
         events, first = free_ports(2)
         if abs(events - first) > 1:

@@ -34,7 +34,7 @@ def kill(served: Served, name: str) -> None:
 def results_of(
     url: str, asks: Sequence[traffic.Ask], meanwhile: Callable[[], object] = lambda: None
 ) -> list[traffic.Result]:
-    """What becomes of `asks`; `meanwhile` is called when one of them has a token, then all come again."""
+    """The results of `asks`; `meanwhile` is called when one of them has a token, then all are sent again."""
 
     async def run() -> list[traffic.Result]:
         first = asyncio.Event()

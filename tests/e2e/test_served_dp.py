@@ -114,7 +114,7 @@ class OneRegistry:
 
 @dataclass
 class Traffic:
-    """What came of the requests: how many each rank was given, and their errors."""
+    """The results of the requests: the number that each rank got, and their errors."""
 
     requests: Counter[LeaderId] = field(default_factory=Counter)
     tokens: Counter[LeaderId] = field(default_factory=Counter)

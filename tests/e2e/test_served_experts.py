@@ -203,7 +203,7 @@ def test_ranks_that_share_experts_change_their_role_together_and_lose_nothing(
 
 
 def names(made: Served, role: str) -> list[str]:
-    """Of the instances in `role`, as `segue ps` has them."""
+    """The names of the instances in `role`, from `segue ps`."""
     return list(dict.fromkeys(re.findall(rf"^(\w+) .* {role} ", made.operate("ps"), re.M)))
 
 

@@ -126,5 +126,5 @@ def test_instances_of_several_ranks_take_other_roles_and_answer_as_the_reference
 
 
 def names(made: Served, role: str) -> list[str]:
-    """Of the instances in `role`, as `segue ps` has them."""
+    """The names of the instances in `role`, from `segue ps`."""
     return re.findall(rf"^(\w+) .* {role} ", made.operate("ps"), re.M)

@@ -26,8 +26,8 @@ def of(tiny: Path) -> tuple[str, ...]:
 
 
 def speaks_tls(port: int) -> bool:
-    """What answers at `port` begins as only a TLS server does: it says nothing to who says nothing
-    sensible, and a session, a transport or plain HTTP would answer this with bytes of its own."""
+    """Whether a TLS server listens at `port`: it does not answer plain bytes, while a session, a transport or
+    plain HTTP would send bytes of their own."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -56,7 +56,7 @@ class Ask:
 
 @dataclass
 class Result:
-    """What a client saw. `error` is "" after a proper end, "HANG" if there was none in time and
+    """The result that a client saw. `error` is "" after a proper end, "HANG" if there was none in time and
     "BROKEN" if the connection just ended."""
 
     ask: Ask

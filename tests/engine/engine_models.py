@@ -198,7 +198,7 @@ def save_model(folder, family):
 
 
 def generate(folder, prompts, count):
-    """What transformers itself generates, greedily, in float32."""
+    """The tokens that transformers generates, greedily, in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     outputs = []
     for prompt in prompts:
@@ -287,7 +287,7 @@ def page_lists(engine, lengths, scatter_seed=None, base=0):
 
 
 def stored_of(pool, step):
-    """What the pool holds of a sequence: its KV, and its state as bytes if it has one."""
+    """The pool's content for a sequence: its KV, and its state as bytes if it has one."""
     state = None if step.slot is None else pool.by_slot[step.slot].clone()
     return pool.by_page[:, :, sorted(step.pages)].clone(), state
 
@@ -316,7 +316,7 @@ def serve(engine, prompts, count, chunk=10**6, scatter_seed=None, budget=None):
         at_stored = []
 
         def stored(seq_ids, steps=steps, at_stored=at_stored):
-            """What may leave at this moment must not change any more."""
+            """KV that may leave at this moment must not change any more."""
             assert sorted(seq_ids) == [step.seq_id for step in steps]
             at_stored.append([stored_of(engine._pool, s) for s in steps])
 

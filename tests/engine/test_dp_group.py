@@ -24,7 +24,7 @@ class Gloo:
 
 
 class Told:
-    """What a leader was told."""
+    """The events that a leader got."""
 
     def __init__(self, group):
         self.words, self.lost = [], []

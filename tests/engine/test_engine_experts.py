@@ -119,7 +119,7 @@ def codes(ranks):
 
 
 def test_a_bug_on_one_rank_of_four_ends_the_group_and_is_named_on_all_at_once(group):
-    """Of four ranks some are no neighbours in Gloo's exchanges: they would wait for the deadline."""
+    """With four ranks some are no neighbours in Gloo's exchanges: they would wait for the deadline."""
     ranks = group(4)
 
     def broken(*_):
@@ -195,7 +195,7 @@ def test_ranks_leave_together(group):
 
 
 def heard_anew(rank):
-    """What a listener is told at once that takes the place of the one before."""
+    """The events that a new listener gets at once in the place of the one before."""
     told = []
     rank.forward.listen(lambda: told.append("wake"), lambda: told.append("leave"), told.append)
     return told

@@ -49,7 +49,7 @@ PROMPTS = prompts_of([1, 2, 15, 16, 17, 33, 64, 100, 300])
 
 @pytest.fixture(scope="module")
 def wanted(folders):
-    """What transformers generates for `PROMPTS`, once per family."""
+    """The tokens that transformers generates for `PROMPTS`, once per family."""
     return functools.cache(lambda family: generate(folders(family), PROMPTS, 12))
 
 

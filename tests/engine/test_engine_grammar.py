@@ -236,7 +236,7 @@ def test_a_refused_token_is_named_and_the_state_stays_as_it_was(compiler, tokeni
 
 
 def test_one_text_of_two_kinds_is_two_formats(compiler, tokenizer):
-    """What is a grammar is a regular expression for itself, too."""
+    """The text of a grammar is a valid regular expression, too."""
     source = 'start: "a"'
     for kind, text in (("lark", "a"), ("regex", source), ("lark", "a")):
         state, at = follow(compiler, tokenizer, Grammar(kind, source), text)
@@ -352,7 +352,7 @@ def test_a_child_that_reads_nothing_has_a_deadline(tmp_path, monkeypatch):
 
 
 def test_a_close_ends_whoever_waits_for_the_child_before_it_closes_the_pipes(tmp_path, monkeypatch):
-    """Of a pipe that another thread closes nobody is told who waits for it: 6 of 400 waited on."""
+    """A thread that waits for a pipe is not woken if another thread closes the pipe: 6 of 400 waited on."""
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nread head\necho '{}'\nread question\nexec sleep 60\n")
     silent.chmod(0o755)

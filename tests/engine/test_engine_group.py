@@ -1,5 +1,6 @@
-"""What carries a tensor between ranks: Gloo from the CPU, NCCL from a GPU. NCCL itself was never run: here is
-a double of it, made and called as torch's own stubs say. Tensors without a place stand for those of a GPU."""
+"""The carrier of a tensor between ranks: Gloo from the CPU, NCCL from a GPU. NCCL itself was never run:
+here is a double of it, made and called as torch's own stubs say. Tensors without a place stand for those
+of a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from segue.kv.errors import ConfigError, PeerLost
 
 
 class DoubleNCCL:
-    """What it was made with and asked for."""
+    """The arguments and calls of the group."""
 
     Options = SimpleNamespace
     made: ClassVar[list[DoubleNCCL]] = []

@@ -81,7 +81,7 @@ def files(folder: Path) -> set[str]:
 
 
 def parts(tmp_path: Path) -> list[str]:
-    """What lies in the cache unfinished."""
+    """The unfinished files of the cache."""
     return [
         path.name for path in (tmp_path / "hf").rglob("*") if "part" in path.name or "incomplete" in path.name
     ]

@@ -99,9 +99,9 @@ def test_other_rows_are_left_alone():
 
 
 def test_threads_that_attend_at_once_do_not_disturb_one_another():
-    """What a kernel allocates must live as long as it computes: numba frees an array whose name is not used
-    any more, and what is under an address of it then belongs to whoever allocates next. One arena
-    for all threads makes that the next thread, instead of once in a thousand runs (a wrong token)."""
+    """Memory that a kernel allocates must live as long as it computes: numba frees an array after the last
+    use of its name, and an address into it then belongs to another allocation. One arena for all threads
+    makes that the next thread, instead of once in a thousand runs (a wrong token)."""
     here = str(Path(__file__).parent)
     program = (
         f"import ctypes, sys; sys.path.insert(0, {here!r}); ctypes.CDLL(None).mallopt(-8, 1)\n"

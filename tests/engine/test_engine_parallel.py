@@ -145,7 +145,7 @@ def test_every_query_head_is_computed_once_beside_its_own_kv_head(heads, kv_head
 
 
 def test_no_two_ranks_of_any_legal_sizes_hold_partly_the_same():
-    """What a plan refuses (`kv.layout.sides`) comes from no sizes that an instance accepts."""
+    """No sizes that an instance accepts give a layout that a plan refuses (`kv.layout.sides`)."""
     for kv_heads in (1, 2, 3, 5, 8):
         shape = KVShape(layers=7, kv_heads=kv_heads, k_dim=2, v_dim=2, dtype="float32", item_bytes=4)
         for size in (ParallelSize(tp=tp, pp=pp) for tp in range(1, 25) for pp in range(1, 8)):

@@ -99,7 +99,7 @@ def tiny(tmp_path_factory):
 
 
 def leftovers(cache: Path) -> list[str]:
-    """What lies in the cache besides lock files and complete models."""
+    """The content of the cache besides lock files and complete models."""
     return [p.name for p in cache.rglob("*.partial*")]
 
 

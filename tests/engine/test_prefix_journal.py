@@ -1,4 +1,4 @@
-"""What a prefix tree says of itself is what it holds."""
+"""The journal of a prefix tree matches its content."""
 
 from __future__ import annotations
 

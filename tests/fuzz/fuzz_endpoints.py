@@ -141,7 +141,7 @@ def _registry_mutation(rng: Any, data: bytes, pool: list[bytes]) -> bytes:
 
 
 def _answer(data: bytes) -> str:
-    """What a registry may answer to its client: first byte chooses the status."""
+    """An answer of a registry to its client: the first byte chooses the status."""
     status = (200, 200, 400, 409, 503, 302)[data[0] % 6] if data else 200
 
     async def ask() -> str:

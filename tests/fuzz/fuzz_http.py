@@ -34,7 +34,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class _Wire(asyncio.Transport):
-    """What the connection writes, and whether it was closed."""
+    """The bytes that the connection writes, and whether it was closed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -391,7 +391,7 @@ def docstring_faults(source: Source) -> list[str]:
 
 
 def face_docstring_faults(text: str, name: str) -> list[str]:
-    """What the module of `text` leaves unsaid about `name`, which a face exports.
+    """Missing documentation of `name`, which a face exports, in its module's `text`.
 
     A class or function needs a docstring of its own, and so does each public method of a class. Each field
     and argument is named in backquotes in the class's or function's docstring, or has a comment. A constant
@@ -494,7 +494,7 @@ def package_edges(modules: Iterable[Source]) -> dict[str, set[str]]:
 
 
 def module_edges(modules: Iterable[Source], package: str) -> dict[str, set[str]]:
-    """Which modules of `package` import which, wherever in the file and for types alone, too."""
+    """The imports between the modules of `package`, anywhere in the file and also for types alone."""
     found = {source.name: source for source in modules if source.package == package and not source.is_package}
     return {name: set(imported_modules(source)) & set(found) for name, source in found.items()}
 

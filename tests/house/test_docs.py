@@ -128,7 +128,7 @@ def sentence_faults(text: str, ours: str) -> list[str]:
 
 
 def code_faults(text: str, codes: Iterable[ErrorCode]) -> list[str]:
-    """What the page of troubles lacks: a section for each code, with its status, and what to do."""
+    """Missing parts of the page of troubles: a section for each code, with its status and remedy."""
     sections = dict(zip(CODE_HEADING.findall(text), CODE_HEADING.split(text)[2::2], strict=True))
     known = {code.value: code for code in codes}
     found = [f"{name} is no error code" for name in sections if name not in known]

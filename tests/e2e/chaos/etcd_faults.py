@@ -23,8 +23,8 @@ KILLED_S, STOPPED_S, AFTERWARDS_S = 1.5, 11.0, 2.0
 
 @dataclass
 class Outcome:
-    """What became of all requests. `during` counts those that ran while etcd was away, `away_s` says
-    for how long it was, by what was done to it."""
+    """The outcomes of all requests. `during` counts those that ran while etcd was away, `away_s` says for how
+    long it was, by what was done to it."""
 
     completed: int = 0
     during: int = 0

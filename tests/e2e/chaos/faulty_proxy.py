@@ -20,7 +20,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Mode(enum.StrEnum):
-    """What happens to bytes on their way."""
+    """The fault of bytes on their way."""
 
     NONE = "none"
     DELAY = "delay"  # each piece comes late, in order

@@ -37,9 +37,9 @@ class Kill:
 
 @dataclass
 class Report:
-    """What happened. `spanned` are the requests during which an instance died; `healed` counts what
-    the frontend did about it: continuations after a token and retries before one, by code, and how many
-    prompt tokens of those were found in a cache ("kept") or computed again."""
+    """The outcome. `spanned` are the requests during which an instance died; `healed` counts what the
+    frontend did about it: continuations after a token and retries before one, by code, and how many prompt
+    tokens of those were found in a cache ("kept") or computed again."""
 
     kills: list[Kill] = field(default_factory=list)
     completed: int = 0
@@ -200,7 +200,7 @@ def count(report: Report, counter: str) -> float:
 
 
 def check(report: Report, kills: int) -> None:
-    """What must hold, whatever the numbers are."""
+    """The assertions that hold for all numbers."""
     assert len(report.kills) >= kills
     assert all(kill.first_success_s is not None for kill in report.kills)
     assert report.wrong == [], "\n".join(report.wrong[:5])
@@ -211,7 +211,7 @@ def check(report: Report, kills: int) -> None:
 
 
 def check_healed(report: Report, kills: int) -> None:
-    """What must hold after kills: every request that they hit was placed again or continued."""
+    """The assertions after kills: every request that they hit was placed again or continued."""
     # One instance of each role is always alive, so nothing has a reason to fail.
     assert report.failed == report.failed_begun == Counter()
     continued, retried = count(report, CONTINUED), count(report, RETRIED)
@@ -224,8 +224,9 @@ def check_healed(report: Report, kills: int) -> None:
 
 
 def leaks(report: Report, later: int = 0) -> list[str]:
-    """Who holds more at rest than before, where so many descriptors come with the first writes. The frontend
-    lives through all kills; an instance that was started again is compared with the one that it replaced."""
+    """The nodes that hold more at rest than before, apart from the descriptors of the first writes. The
+    frontend lives through all kills; an instance that was started again is compared with the one that it
+    replaced."""
     by_role = {s["role"]: s for s in report.before.values()}
     found = []
     for name, state in report.after.items():

@@ -1,4 +1,4 @@
-"""What the conformance suite is written in: sides, pairs, a peer in another process, a content model."""
+"""Parts of the conformance suite: sides, pairs, a peer in another process, a content model."""
 
 from __future__ import annotations
 

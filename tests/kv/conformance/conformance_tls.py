@@ -38,7 +38,7 @@ def make_by_name(name: str, sink: EventSink, me: RankId) -> Transport:
 
 
 def memory_by_name(name: str, nbytes: int) -> Memory:
-    """What the transport `name` registers."""
+    """The memory that the transport `name` registers."""
     if "+double" not in name:
         return allocate(nbytes)
     from conformance_doubles import DOUBLES

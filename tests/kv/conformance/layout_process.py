@@ -54,7 +54,7 @@ class Opened:
         self.me = config.me
 
     def images(self, first_token: int) -> list[Any]:
-        """What each rank holds with the prompt from `first_token` on."""
+        """The content of each rank with the prompt from `first_token` on."""
         pages, first = page_ids(self.sizes, first_token), first_token // self.sizes.page * self.sizes.page
         span = Span(first_token, TOKENS)
         return [image(self.kind, spec, pages, first, span, TOKENS) for spec in self.specs]

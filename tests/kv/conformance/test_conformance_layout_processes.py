@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
     @property
     def plan(self) -> PairPlan:
-        """Who writes to whom."""
+        """The copy plan: each source rank with its targets."""
         pages = [-(-TOKENS // sizes.page) + 3 for sizes in (self.prefill, self.decode)]
         return plan_pair(self.prefill.ranks(self.kind, pages[0]), self.decode.ranks(self.kind, pages[1]))
 
@@ -78,7 +78,7 @@ class SideProcess:
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """What came of the oldest order that was not answered; its process ends when it fails."""
+        """The answer to the oldest open order; fails if the process has ended."""
         assert self.process.stdout is not None
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer

@@ -22,7 +22,7 @@ TARGETS = [sizes for sizes in SOURCES if sizes.cp == 1]
 
 @functools.cache
 def side(kind: str, sizes: Sizes, first_token: int) -> list[Bytes]:
-    """What the pool of each rank holds with the prompt from `first_token` on."""
+    """The content of each rank's pool with the prompt from `first_token` on."""
     first, pages = first_token // sizes.page * sizes.page, page_ids(sizes, first_token)
     specs = sizes.ranks(kind, -(-TOKENS // sizes.page) + 3)
     return [image(kind, spec, pages, first, Span(first_token, TOKENS), TOKENS) for spec in specs]

@@ -91,7 +91,8 @@ def memory_of(process: PeerProcess) -> np.ndarray:
 
 
 def test_lesson_06_a_writer_killed_while_the_reader_stands_still(peer: Peers) -> None:
-    """What it had sent may still land, by the reader's own hand; after the proof not one byte does."""
+    """Bytes that were sent may still land, written by the reader's own thread; after the proof not one byte
+    does."""
     reader, writer = peer(rank("bbbb"), 256 * MiB), peer(rank("aaaa"), 256 * MiB)
     endpoint = msgspec.json.encode(reader.endpoint).decode()
     assert writer.ask("connect", peer=reader.me, endpoint=endpoint)["connect"] == "ok"

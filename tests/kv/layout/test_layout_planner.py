@@ -68,7 +68,7 @@ def content(layer: int, value: bool, head: int, dim: int, token: int) -> int:
 
 
 def row(spec: PoolSpec, layer: int, value: bool, token: int) -> np.ndarray:
-    """What one token's K (or V) in one local layer must be on this rank."""
+    """The expected K (or V) of one token in one local layer of this rank."""
     dims = spec.shape.v_dim if value else spec.shape.k_dim
     numbers = [
         content(spec.layer_start + layer, value, head, dim, token)

@@ -25,7 +25,7 @@ from segue.kv.transport.memory.pool_memory import Memory, Region, host_region
 
 
 class Wanted(msgspec.Struct):
-    """What the test wants of this rank."""
+    """The test's orders for this rank."""
 
     index: int
     me: LeaderId

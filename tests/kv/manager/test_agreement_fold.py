@@ -1,4 +1,4 @@
-"""What symmetric ranks agree on, without processes: the folds of all ranks run in lockstep."""
+"""The agreement of symmetric ranks, without processes: the folds of all ranks run in lockstep."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Ranks:
         assert [self.answer(rank) for rank in members] == ["hurried"] * len(members)
 
     def poll(self, name: str, held: dict[int, list[tuple[int, str, str]]]) -> dict[int, Any]:
-        """What each rank of `held` hears when they poll these rooms together."""
+        """The result of each rank of `held` when they poll these rooms together."""
         for rank, rooms in held.items():
             self.tell(rank, group=name, rooms=rooms)
         return {rank: self.answer(rank) for rank in held}

@@ -269,7 +269,7 @@ def test_the_digester_is_bounded_answers_each_once_and_closes_while_it_reads(
 def test_a_large_chunk_goes_through_the_thread_and_is_verified(
     hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a chunk of a large model does: more than `INLINE_BYTES` on both sides."""
+    """A chunk of a large model: more than `INLINE_BYTES` on both sides."""
     monkeypatch.setattr(conn_digest, "INLINE_BYTES", 512 * 2**10)
     seen: list[Any] = []
 

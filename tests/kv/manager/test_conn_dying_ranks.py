@@ -27,7 +27,7 @@ SILENT = RankId(PREFILL, 2)
 
 
 class OneSided:
-    """What two ranks of decode answer over a transport that knows only who may still write. What is under way
+    """The answers of two decode ranks over a transport that knows only who may still write. What is under way
     to the manager arrives in any order."""
 
     def __init__(self, rng: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""What a handle says to the protocol, and what it mirrors of it."""
+"""The events that a handle sends to the protocol, and the state that it mirrors."""
 
 from __future__ import annotations
 

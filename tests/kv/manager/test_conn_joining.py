@@ -1,4 +1,4 @@
-"""What two leaders make of what they say of themselves: pure, and the same on both sides."""
+"""The plan of two leaders from their descriptions: pure, and the same on both sides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from segue.kv.transport.probe import Scratch, page_shape
 
 
 def joined(prefill: LeaderInfo, decode: LeaderInfo) -> PeerPlan:
-    """What follows on either side."""
+    """The plan on either side."""
     found = []
     for role, mine, theirs in ((Role.PREFILL, prefill, decode), (Role.DECODE, decode, prefill)):
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL

@@ -63,7 +63,7 @@ def our_pool(_: str, pages: int, size: int) -> Pool:
 
 
 def element(layer: int, value: int, token: int) -> np.ndarray:
-    """What one token's K or V must be: another 16 bits for every (layer, value, token, head, item)."""
+    """The expected K or V of one token: another 16 bits for every (layer, value, token, head, item)."""
     first = ((layer * 2 + value) * TOKENS + token) * HEADS * DIM
     return np.arange(first, first + HEADS * DIM, dtype=np.uint32).astype(np.uint16).reshape(HEADS, DIM)
 

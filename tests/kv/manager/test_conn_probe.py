@@ -1,4 +1,5 @@
-"""Which transport a pair takes: prefill measures those that both offer, over scratch, and says which."""
+"""The choice of a pair's transport: prefill measures those that both offer, over scratch, and announces
+one."""
 
 from __future__ import annotations
 
@@ -154,8 +155,8 @@ def probing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def hurried(prefill: Side, monkeypatch: pytest.MonkeyPatch, times: float = math.inf) -> None:
-    """What is written to measure the transport `first` has 0.2 s to land, so often; to measure others, and to
-    open paths, there is time."""
+    """Probe writes over the transport `first` have 0.2 s to land, `times` times; other transports and paths
+    have time."""
     rank: Any = prefill.manager._ranks[0]
     measure, left = rank.measure, [times]
 
@@ -428,7 +429,7 @@ def test_decode_keeps_no_grant_of_a_probe_whether_it_ends_or_its_prefill_dies(
 
 @contextmanager
 def ends(side: Side, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the side's first session ends with."""
+    """The end of the side's first session."""
     ended: list[str] = []
     over, closed = threading.Event(), side.manager.closed
 

@@ -82,7 +82,8 @@ def changed(name: str, factor: float = 1.0, fails: bool = False, late: bool = Fa
 def chosen(
     caplog: pytest.LogCaptureFixture, kinds: dict[str, type[Transport]], pool: PoolSpec = SMOL
 ) -> PathChoice:
-    """What two leaders choose that offer all that works here, some of it changed; a hand-off goes over it."""
+    """The choice of two leaders that offer all available transports, some of them changed; a hand-off goes
+    over it."""
     runtime = replace(HOST, transports=TransportKinds({**KINDS.known, **kinds}))
     prefill, decode = (
         Side(

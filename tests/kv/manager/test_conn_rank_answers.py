@@ -1,4 +1,4 @@
-"""What a rank's process answers comes to its leader as it was said, each thing once; and what its end is."""
+"""Each answer of a rank's process reaches its leader unchanged and once; and the effect of its end."""
 
 from __future__ import annotations
 

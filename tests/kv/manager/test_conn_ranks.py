@@ -1,4 +1,4 @@
-"""Which transport leads to which peer: what is remembered of peers is bounded, and a rank is typed."""
+"""The transport to each peer: the memory of peers is bounded, and a rank is typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a manager takes from a session, a transport and a rank: of whom, when, and what it passes by."""
+"""The messages of sessions, transports and ranks that a manager accepts or ignores."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ended(rig: Rig, transfer: TransferId) -> list[ErrorCode]:
 
 
 def seen(rig: Rig) -> list[events.Event]:
-    """What the protocol is told from now on."""
+    """The protocol's events from now on."""
     told: list[events.Event] = []
     exchange: Any = rig.manager.exchange
     normal = exchange.handle

@@ -29,8 +29,9 @@ def an_address(*, silent: bool) -> Iterator[int]:
 
 
 def impatient(side: Side, peer: LeaderId) -> None:
-    """What waits for `peer` is told of every try that fails. (With a `connect_s` that is soon over, a process
-    that stood still meanwhile would hear that nobody answered in time, which is another error.)"""
+    """Each failed try is reported to the hand-offs that wait for `peer`. (With a `connect_s` that is soon
+    over, a process that stood still meanwhile would hear that nobody answered in time, which is another
+    error.)"""
     ask(side, lambda: side.manager.plane._dialers[peer])._patience_s = 0.0
 
 

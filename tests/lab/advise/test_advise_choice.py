@@ -1,4 +1,4 @@
-"""What is advised: how many workers, and when prefill and decode should not be apart."""
+"""The advice: the number of workers, and when prefill and decode should be unified."""
 
 import pytest
 from msgspec.structs import replace

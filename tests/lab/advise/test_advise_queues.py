@@ -1,4 +1,4 @@
-"""What happens to requests at so many workers, against what can be worked out by hand."""
+"""Simulated queues against known results."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What follows a failed attempt, decided without a network."""
+"""The steps after a failed attempt, decided without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which half an error speaks of, and whom the next attempt avoids: by names, by pair, by instance."""
+"""The half that caused an error, and the replicas that the next attempt avoids: by names, by pair, by
+instance."""
 
 from __future__ import annotations
 

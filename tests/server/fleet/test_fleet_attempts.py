@@ -1,4 +1,5 @@
-"""What one attempt says to whom, and what of a replica's words is a request's, an attempt's, or nobody's."""
+"""The messages of one attempt, and the messages of a replica that concern a request, an attempt, or
+neither."""
 
 from __future__ import annotations
 

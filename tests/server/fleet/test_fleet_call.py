@@ -1,4 +1,4 @@
-"""What one call holds while it runs, gives out and leaves behind."""
+"""The resources of one call: while it runs, in its outputs, and after its end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from segue.server.messages.records import MAX_FOUND
 
 
 def tokens(rig: Rig) -> dict[str, int]:
-    """What is counted on each replica, by its role."""
+    """The counted tokens on each replica, by its role."""
     return {r.role.value: r.tokens for r in rig.fleet.membership.replicas.values()}
 
 
@@ -170,7 +170,7 @@ def test_a_reader_that_has_caught_up_once_is_cut_when_it_falls_behind_again() ->
 
 
 class Broken(Exception):
-    """What a reader raises."""
+    """The exception of a reader."""
 
 
 def test_what_comes_at_once_is_given_one_after_the_other_and_never_beside_a_wait_or_after_an_error() -> None:

@@ -107,7 +107,7 @@ def value(rig: Rig, name: str, **labels: str) -> float:
 
 
 async def first_asked(leaders: list[Leader]) -> Leader:
-    """Which of `leaders` gets the request."""
+    """The leader that gets the request."""
     waits = [asyncio.ensure_future(leader.until(lambda at=leader: bool(at.submits))) for leader in leaders]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:

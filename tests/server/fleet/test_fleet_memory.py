@@ -1,4 +1,4 @@
-"""What a frontend remembers of replicas while they are there; and what else is said on their sessions."""
+"""A frontend's memory of replicas, and other messages on their sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is there: what goes wrong in following the registry and in keeping sessions is seen, and mended."""
+"""Faults while following the registry and keeping sessions are visible, and repaired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets a request, decided without a network or a clock."""
+"""The choice of replicas, without a network or a clock."""
 
 from __future__ import annotations
 

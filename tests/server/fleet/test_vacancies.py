@@ -1,4 +1,4 @@
-"""What a client that is refused is told of when to come back."""
+"""The `Retry-After` of refused clients."""
 
 from __future__ import annotations
 

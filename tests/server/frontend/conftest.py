@@ -1,4 +1,4 @@
-"""What the tests of the HTTP server share: a tiny tokenizer and a backend without workers."""
+"""Fixtures of the HTTP server's tests: a tiny tokenizer and a backend without workers."""
 
 import asyncio
 import contextlib

@@ -39,7 +39,7 @@ def choices(tokenizer: ModelTokenizer, *, each: int = 2) -> list[Choice]:
 
 
 def pieces(tokenizer: ModelTokenizer, index: int, *, echo: bool) -> list[Piece]:
-    """What comes of a sample: the last piece has no text, and one in the middle neither."""
+    """The pieces of a sample: the last one has no text, and one in the middle neither."""
     prompt = PROMPTS[index // 2]
     made = []
     for at, token in enumerate((10 + index, 20, 30)):

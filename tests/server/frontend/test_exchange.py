@@ -15,7 +15,7 @@ HEADERS = [(b"content-type", b"application/json"), (b"x-request-id", b"r")]
 
 
 class Answer:
-    """What a client understands."""
+    """The answer as a client parses it."""
 
     def __init__(self, said: bytes) -> None:
         self.headers: set[tuple[bytes, bytes]] = set()

@@ -1,4 +1,4 @@
-"""What foreign routers put into a body, from hostile hands: a typed 400 or what it says, never a bug."""
+"""Fields of foreign routers in hostile bodies: a typed 400 or their value, never a bug."""
 
 from __future__ import annotations
 

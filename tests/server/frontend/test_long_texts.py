@@ -27,7 +27,7 @@ NEAR = "the " * (CONTEXT + 40)
 
 
 class Encoding:
-    """What the Rust tokenizer gives. Its ids are made into a list when they are asked for."""
+    """The result of the Rust tokenizer. Its ids are made into a list when they are asked for."""
 
     def __init__(self, rust: Any, lists: list[int]) -> None:
         self._rust, self._lists = rust, lists

@@ -1,4 +1,4 @@
-"""What requests keep in memory is counted, bounded and let go; and nobody's body takes the others' time."""
+"""The memory of requests is counted, bounded and released; and no body takes the others' time."""
 
 from __future__ import annotations
 

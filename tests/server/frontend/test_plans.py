@@ -511,7 +511,7 @@ def test_arguments_of_past_calls_are_objects_where_they_can_be(arguments: Any, e
 
 
 def test_a_plan_is_one_to_the_next_and_shares_no_list(tokenizer: ModelTokenizer) -> None:
-    """What one client bans or sends reaches no other's request."""
+    """Bans and stop strings of one client reach no other's request."""
     planner = Planner(tokenizer, today=lambda: 0)
     body = msgspec.json.decode(json.dumps(TEXT | {"logit_bias": {"5": 1}, "n": 2}), type=CompletionBody)
     found = [s.request for _ in range(2) for s in planner.completion(body, CARD, "id").samples]

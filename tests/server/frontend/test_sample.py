@@ -64,7 +64,7 @@ def test_the_token_that_ended_an_answer_is_text_only_if_that_is_asked_for(
 
 
 def test_the_last_word_on_usage_and_times_counts() -> None:
-    """What goes on elsewhere says so again."""
+    """A continuation on another worker reports usage again."""
     sample = letters()
     for position, cached in enumerate((1, 7)):
         usage, timeline = Usage(prefill_cached=cached), {"queue": float(cached)}

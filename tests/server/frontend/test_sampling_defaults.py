@@ -1,4 +1,4 @@
-"""What a client does not name is the model's, or OpenAI's; what it names is its own."""
+"""Fields that a client does not name are the model's, or OpenAI's; fields that it names are its own."""
 
 import asyncio
 import json

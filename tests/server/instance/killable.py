@@ -200,7 +200,7 @@ class Cluster:
         steps.at = steps.count + step
 
     def leave(self, running: Running) -> None:
-        """What the registry would do when the keep-alive stays out, and rest of the dead one."""
+        """Act as the registry after the last keep-alive, and remove the rest of the dead instance."""
         self.running.remove(running)
         running.close()
 

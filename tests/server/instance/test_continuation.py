@@ -64,8 +64,7 @@ def prompt(seed: int, length: int = 37) -> list[int]:
 
 
 def disturbed(made: Cluster, ask: Callable[[], Any], step: int) -> Any:
-    """What `ask` gives when whichever decode takes it dies in its `step`-th step; another one is added
-    for it."""
+    """The result of `ask` when its decode dies in its `step`-th step; another decode replaces it."""
     decodes = made.by_role(Role.DECODE)
     before = made.replaced
     for running in decodes:

@@ -1,4 +1,4 @@
-"""Whom a decode leader keeps sessions to: exactly the prefill leaders that the registry names now."""
+"""The sessions of a decode leader: exactly with the prefill leaders that the registry lists now."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lists:
 
 
 class Peers:
-    """What a manager was told."""
+    """The peers that a manager was given."""
 
     def __init__(self) -> None:
         self.kept: dict[LeaderId, int] = {}

@@ -1,4 +1,4 @@
-"""What is made for good is not collected, and not looked through."""
+"""Permanent objects are neither collected nor scanned."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""What this host offers, and with what each rank of an instance hands KV over."""
+"""The resources of this host, and the hand-off's configuration of each rank of an instance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an instance's own HTTP server says: alive or not, what it holds, and its numbers."""
+"""An instance's own HTTP server: alive or not, its resources, and its metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATE = NodeState(role="decode", incarnation="a", at_rest=True, problems=[], tab
 
 
 class Status:
-    """What the server shows, as a test sets it."""
+    """The status that a test sets."""
 
     def __init__(self) -> None:
         self.load: Load | None = None

@@ -234,7 +234,7 @@ def test_an_instance_turns_only_once_nothing_is_left_of_its_role_and_only_if_it_
 
 @pytest.mark.parametrize("left", ["a request", "a page in quarantine", "nothing"])
 def test_no_role_takes_the_memory_of_one_that_holds_something(left: str) -> None:
-    """Whatever has let its leader go: the pages may be written or read by others."""
+    """The pages of a leader may still be written or read by others after its end."""
     with instance() as made:
         made.scheduler.drain()
         made.next_config = made._in_role(Role.PREFILL)
@@ -606,7 +606,7 @@ def test_a_signal_ends_the_wait_for_a_registry_and_is_the_process_s_again_afterw
 
 
 class Link:
-    """What a rank says, one word after the other, and what it was told."""
+    """The scripted messages of a rank, and the messages that it got."""
 
     name = "the process of rank 1"
 

@@ -1,4 +1,4 @@
-"""What leaves a leader, and when: outputs before the next forward, the load after them."""
+"""The order of a leader's messages: outputs before the next forward, the load after them."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_leader_turns_by_what_it_holds_now_and_takes_nothing_again_once_it_doe
 
 
 def test_a_leader_that_leaves_sleeps_no_longer_than_it_may_drain() -> None:
-    """What it waits for may have no deadline of its own: pages in quarantine, a rank that says nothing."""
+    """Its remaining work may have no deadline of its own: pages in quarantine, a silent rank."""
     clock = VirtualClock()
     leader = leader_of(Held(), clock, 0.1, [])
     leader.turn()
@@ -344,7 +344,8 @@ class Abandoned(Held):
 def test_a_leader_that_cannot_compute_ends_everything_now_and_leaves_no_later_than_it_would(
     drained_for_s: float | None, left_s: float
 ) -> None:
-    """What it waits for is that both sides of its hand-offs end; time to drain is for those that compute."""
+    """It waits until both sides of its hand-offs have ended; the time to drain is for leaders that
+    compute."""
     role, clock = Abandoned(), VirtualClock()
     leader = leader_of(role, clock, 0.1, [])
     leader.turn()
@@ -364,7 +365,7 @@ def test_a_leader_that_cannot_compute_ends_everything_now_and_leaves_no_later_th
 
 
 def journal(leader: Leader, *, pending: bool = True) -> list[tuple[object, list[Any]]]:
-    """What is told of the prefix cache, to whom; `pending` has not been told to those who follow it."""
+    """The events of the prefix cache, with their receivers; followers have not got the `pending` ones."""
     told: list[tuple[object, list[Any]]] = []
     kept = SimpleNamespace(pending=pending, whole=lambda: ["whole"])
 
@@ -390,7 +391,7 @@ def test_what_changed_in_the_prefix_cache_is_told_before_the_outputs_that_it_cam
 
 
 def test_whoever_begins_to_follow_the_prefix_cache_is_told_all_of_it_and_nothing_twice() -> None:
-    """What was not told yet is for those who follow already: it is part of the whole."""
+    """Pending events go to the followers so far: a new follower gets them with the whole content."""
     leader = leader_of(Held(), VirtualClock(), 0.1, [])
     told = journal(leader)
     leader.inbox.put(FromFrontend(FRONT, FollowPrefixes()))

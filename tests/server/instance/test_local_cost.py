@@ -1,4 +1,4 @@
-"""What prompts cost the sequences that decode generates, measured on an engine."""
+"""The cost of prompts for the sequences that decode generates, measured on an engine."""
 
 from __future__ import annotations
 

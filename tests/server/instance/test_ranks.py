@@ -52,7 +52,7 @@ def answers(made: Deployment, prompts: list[list[int]], count: int = COUNT) -> l
 
 
 def sizes(prefill: str, decode: str) -> dict[Role, ParallelSize]:
-    """Of words such as `tp2 cp2`; an empty one is one rank."""
+    """The sizes in words such as `tp2 cp2`; an empty one is one rank."""
     words = {Role.PREFILL: prefill, Role.DECODE: decode}
     return {
         role: ParallelSize(**{word[:2]: int(word[2:]) for word in text.split()})

@@ -335,7 +335,7 @@ def test_an_instance_that_was_resumed_after_its_drain_does_not_turn(
 
 
 def load_of(instance: Instance) -> Load:
-    """What its leader says now."""
+    """The load that its leader reports now."""
     said: queue.SimpleQueue[Load] = queue.SimpleQueue()
     instance.leader.inbox.put(Inspect(lambda scheduler: said.put(scheduler.load())))
     return said.get(timeout=60)

@@ -18,7 +18,7 @@ PROMPT = [7 + number % (VOCAB - 7) for number in range(200)]
 
 
 async def until(fleet: Fleet, leader: LeaderId, tokens: range) -> None:
-    """What the frontend knows to be cached there is in `tokens`."""
+    """Wait until the number of cached tokens that the frontend knows is in `tokens`."""
     index = fleet.membership._index
     assert index is not None
     async with asyncio.timeout(60):

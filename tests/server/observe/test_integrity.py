@@ -1,4 +1,4 @@
-"""What one process holds, and what of it must be gone at rest."""
+"""The resources of one process, and those that must be zero at rest."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class MemoryEtcd:
         return True
 
     def write(self, key: bytes, value: bytes, lease: int = 0) -> None:
-        """Whoever writes it."""
+        """Write as any client."""
         self.revision += 1
         created = self.keys[key].create_revision if key in self.keys else self.revision
         self._tell(KeyEvent(Kv(key, value, created, self.revision, lease)))

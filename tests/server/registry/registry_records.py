@@ -1,4 +1,4 @@
-"""What the registry tests share."""
+"""Parts that the registry tests share."""
 
 from __future__ import annotations
 

@@ -783,8 +783,8 @@ def test_who_waits_asks_again_within_a_ttl_so_a_registry_that_is_silently_gone_i
 
 
 def test_a_query_that_arrived_as_no_http_was_changed_on_its_way_and_ends_nobody() -> None:
-    """What the server says before any handler has a query says nothing of the instance: a flipped bit of one
-    keep-alive must not make it leave."""
+    """An error before any handler has the query concerns the connection, not the instance: a flipped bit of
+    one keep-alive must not make it leave."""
 
     async def main() -> None:
         broken, often = [False], asyncio.Event()
@@ -1117,7 +1117,7 @@ def test_a_rank_that_leaves_while_a_drain_is_said_does_not_end_the_keep_alive_of
 
 
 def test_a_rank_that_leaves_while_it_is_kept_alive_does_not_end_the_keep_alive_of_the_others() -> None:
-    """What said that it lives is on its way while it leaves, and is refused for that."""
+    """A keep-alive that is under way while its rank leaves is refused for that."""
 
     class Leaves(Answers):
         registry: LocalRegistry | None = None
@@ -1410,8 +1410,8 @@ class Mortal(StoreBackend):
 
 @pytest.mark.parametrize("how", ["before", "unanswered", "answered"])
 def test_whenever_a_registry_dies_every_room_is_found(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Of two ranks of one instance, whatever either had said: killed at each query of theirs and of who looks
-    for the rooms, and at each pair of these."""
+    """Two ranks of one instance, with any earlier messages: the registry is killed at each query of theirs
+    and of the readers of rooms, and at each pair of these."""
     monkeypatch.setattr("segue.server.registry.client._LONGEST_PAUSE_S", 0.0)
     monkeypatch.setattr("segue.server.registry.client.Backoff", lambda longest_s: Backoff(0.0, longest_s))
 

@@ -46,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 class Seen:
-    """What a watcher was shown, one list after the other."""
+    """The lists that a watcher got, in order."""
 
     def __init__(self, client: RegistryClient) -> None:
         self.lists: list[list[str]] = []
@@ -67,7 +67,7 @@ class Seen:
 
 
 class Errors:
-    """What a client reported, to be waited for."""
+    """The errors that a client reported, to be waited for."""
 
     def __init__(self) -> None:
         self._heard = asyncio.Event()
@@ -203,7 +203,7 @@ async def test_a_lease_that_was_lost_is_taken_anew_and_who_is_silent_is_dropped(
 
 @etcd
 async def test_a_watch_from_a_compacted_revision_reads_the_list_again(server: EtcdServer) -> None:
-    """What happened between a list and its watch has been thrown away."""
+    """The events between a list and its watch have been discarded."""
     async with fleet(server.url) as one:
         backend = one.watcher.backend
         assert isinstance(backend, EtcdBackend)

@@ -47,7 +47,7 @@ def process(etcd: MemoryEtcd, clock: VirtualClock | None = None, ttl_s: float = 
 
 
 def stored(etcd: MemoryEtcd) -> list[InstanceRecord]:
-    """What others read, the oldest first."""
+    """The records that others read, the oldest first."""
     kvs = sorted(etcd.keys.values(), key=lambda kv: kv.create_revision)
     return [SEAL.open(kv.key, kv.value, InstanceRecord) for kv in kvs if kv.key.startswith(RANKS)]
 

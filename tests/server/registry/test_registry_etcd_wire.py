@@ -1,4 +1,4 @@
-"""What goes to etcd's JSON gateway and what is made of its answers; a transport in the place of sockets."""
+"""Requests to etcd's JSON gateway and the parsing of its answers; a transport in the place of sockets."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class Lines(httpx.AsyncByteStream):
 
 
 async def watched(answer: httpx.Response) -> tuple[list[list[tuple[bytes, bool]]], Any]:
-    """What a watch tells (key, gone), and what it asked."""
+    """The events of a watch (key, gone), and its request."""
     etcd, asked = client(lambda *_: answer)
     heard = etcd.watch(b"p/", 5, 1.0, prefix=True)
     return [[(event.kv.key, event.gone) for event in events] async for events in heard], asked

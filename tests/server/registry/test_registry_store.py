@@ -530,7 +530,7 @@ class StoreModel(RuleBasedStateMachine):
         self.heard += 1
 
     def ranks(self) -> dict[Incarnation, list[int]]:
-        """Who is alive, with the ranks that are."""
+        """The living ranks of each instance."""
         found: dict[Incarnation, list[int]] = {}
         for leader, until in sorted(self.alive_until.items()):
             if until > self.clock.now():
@@ -563,7 +563,7 @@ class StoreModel(RuleBasedStateMachine):
         self._deserted(who)
 
     def _deserted(self, who: Incarnation) -> None:
-        """Of whom no rank is heard any more is forgotten, with those that were silent before."""
+        """An incarnation without a living rank is forgotten, with its silent ranks."""
         if who not in self.alive():
             self.alive_until = {a: t for a, t in self.alive_until.items() if a.incarnation != who}
             if who == A:

@@ -418,7 +418,7 @@ def test_the_revision_is_not_handed_to_children() -> None:
 
 
 def childs_view(config: ServeConfig, role: Role, size: ModelSize | None) -> InstanceConfig:
-    """What an instance of `segue serve` reads of its command line."""
+    """The configuration that an instance of `segue serve` reads from its command line."""
     made = config.instance(role, "x-0", HOST, "http://127.0.0.1:9", size)
     flags: dict[str, object] = {}
     for word in argv(made):

@@ -1,4 +1,4 @@
-"""Who goes when too many wait."""
+"""The connection that is closed when too many wait."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_full_table_closes_one_of_the_address_that_has_most_and_not_who_came_f
 
 
 def test_of_addresses_that_have_as_many_each_the_longest_waiting_goes_and_not_the_newest() -> None:
-    """Who has just come proves itself in a moment; who waits for long does not mean to."""
+    """A new connection proves itself in a moment; one that waits for long does not intend to."""
     table: PendingConnections[str] = PendingConnections(4, per_host=4)
     for connection, host in (("a1", "a"), ("b1", "b"), ("a2", "a")):
         table.add(connection, host)

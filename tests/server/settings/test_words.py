@@ -1,4 +1,4 @@
-"""What Kubernetes puts into every pod, and what people call things elsewhere."""
+"""Variables that Kubernetes sets in every pod, and names of flags in other servers."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def slips(word: str) -> list[str]:
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_slip_in_a_flag_is_recognised(command: str) -> None:
-    """Of words with five letters or more; in shorter ones a slip is too large a part."""
+    """Words of five letters or more; in shorter ones a typo is too large a part."""
     for flag in FLAGS[command]:
         if len(flag) < 7:
             continue

@@ -21,7 +21,7 @@ def say(text: str) -> None:
 
 
 def note_each_line(note: Callable[[str], None]) -> None:
-    """What the supervisor tells a frontend."""
+    """Note the supervisor's messages to a frontend."""
     for line in sys.stdin:
         note(f"told {line.strip()}")
 

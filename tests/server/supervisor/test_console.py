@@ -126,7 +126,7 @@ def test_what_we_say_ourselves_is_never_dropped_and_keeps_its_place(
 
 
 def test_an_announcement_elsewhere_comes_after_what_was_said_before_it() -> None:
-    """Whoever reads `ready` finds the line with the command that shows the fleet."""
+    """A reader of `ready` finds the line with the command that shows the fleet."""
     for _ in range(100):
         out, elsewhere = io.StringIO(), io.StringIO()
         console = Console(out)
