@@ -1,4 +1,4 @@
-"""How large the house is: lines by package, what the library loads, names that stand twice or cross an edge.
+"""The size of the source: lines by package, modules that the library loads, duplicate and private names.
 
     .venv/bin/python tools/size.py [SRC]     SRC: a folder that holds `segue` (default: this checkout's `src`)
 
@@ -132,6 +132,51 @@ def package(module: str) -> str:
     """The folder below `segue` that a module is in; of the large ones the folder within."""
     parts = module.split(".")[1:]
     return "/".join(parts[:2] if parts[:1] in (["kv"], ["server"], ["lab"]) and len(parts) > 2 else parts[:1])
+
+
+#: Underscored names of Python itself that are no part of another module's inside.
+_PUBLIC = {"_exit", "_replace", "_asdict", "_fields", "_make"}
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in _PUBLIC
+
+
+def reaches_inside(test: ast.AST, imported: set[str]) -> bool:
+    """Whether a test uses a private attribute of an object other than itself, replaces one by name, or uses
+    one of the private names that its file has `imported` from segue."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                return True
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            if node.func.attr in ("setattr", "delattr") and any(
+                isinstance(text, str) and _is_private(text.rpartition(".")[2]) for text in texts
+            ):
+                return True
+        elif isinstance(node, ast.Name) and node.id in imported:
+            return True
+    return False
+
+
+def inside_tests(folder: Path) -> tuple[int, int]:
+    """The number of tests below `folder`, and of those that use private names."""
+    tests = inside = 0
+    for path in folder.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("segue")
+            for alias in node.names
+            if _is_private(alias.name)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                tests += 1
+                inside += reaches_inside(node, imported)
+    return tests, inside
 
 
 def handed_over(source: Path) -> int:
@@ -281,6 +326,8 @@ def main() -> int:
     print(f"| their lines | {sum(tree.lines[name] for name in closure)} |")
     print(f"| module names that stand in several places | {len(tree.twice())} |")
     print(f"| private names imported over a package's edge | {len(tree.private)} |")
+    count, inside = inside_tests(source.parent / "tests")
+    print(f"| tests, and those that use private names | {count}; {inside} |")
     if args.static:
         return 0
     print(f"| files that run in one hand-off (`examples/own_memory.py`) | {handed_over(source)} |")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from segue.cli.commands.advise_text import _table, frontier, headline
+from segue.cli.commands.advise_text import candidates_table, frontier, headline
 from segue.lab.advise.advice import Advice, Expected, SplitResult
 from segue.lab.advise.queues import WorkerSplit
 from segue.lab.advise.workload import LatencyTargets
@@ -51,7 +51,9 @@ def test_the_advice_in_one_line_is_what_to_type(verdict: Any, split: WorkerSplit
 def test_the_table_tells_what_each_split_gives_and_what_it_carries_only_where_it_meets_the_targets() -> None:
     out = io.StringIO()
     Console(file=out, width=200).print(
-        _table([result((1.0, 0.05), on_frontier=True), result((2.0, 0.1), meets=False), result(None)])
+        candidates_table(
+            [result((1.0, 0.05), on_frontier=True), result((2.0, 0.1), meets=False), result(None)]
+        )
     )
     first, second, third = (
         [cell.strip() for cell in line.split("│")[1:-1]]

@@ -295,7 +295,7 @@ def test_a_slow_transport_is_measured_within_the_time_that_there_is() -> None:
     """It moves bytes, so to say that it moved nothing would be wrong."""
     byte_s = 1 / 200e3  # 200 KB a second: 32 MiB would take three minutes
     measurement = Measurement(
-        lambda pages: [CopyBlock(0, 0, 1, pages * transport_probe.PAGE_BYTES)], transport_probe._EFFORT
+        lambda pages: [CopyBlock(0, 0, 1, pages * transport_probe.PAGE_BYTES)], transport_probe.EFFORT
     )
     taken_s = 0.0
     while (figures := measurement.figures) is None:

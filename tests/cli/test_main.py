@@ -458,7 +458,7 @@ def test_the_time_of_a_log_line_is_utc_wherever_the_host_is(monkeypatch: pytest.
     try:
         record = logging.LogRecord("segue.test", logging.INFO, "", 0, "text", None, None)
         record.created, record.msecs = 86400.0 * 365, 7.0
-        assert logs._OneLine("").format(record) == "1971-01-01T00:00:00.007Z INFO    segue.test text"
+        assert logs.OneLineFormatter("").format(record) == "1971-01-01T00:00:00.007Z INFO    segue.test text"
     finally:
         monkeypatch.undo()
         time.tzset()

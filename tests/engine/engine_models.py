@@ -318,12 +318,12 @@ def serve(engine, prompts, count, chunk=10**6, scatter_seed=None, budget=None):
         def stored(seq_ids, steps=steps, at_stored=at_stored):
             """KV that may leave at this moment must not change any more."""
             assert sorted(seq_ids) == [step.seq_id for step in steps]
-            at_stored.append([stored_of(engine._pool, s) for s in steps])
+            at_stored.append([stored_of(engine.pool, s) for s in steps])
 
         results = run_step(engine, steps, stored)
         ((*before,),) = at_stored
         for step, (kv, state) in zip(steps, before, strict=True):
-            after, state_after = stored_of(engine._pool, step)
+            after, state_after = stored_of(engine.pool, step)
             assert torch.equal(kv.isnan(), after.isnan())
             assert torch.equal(kv.nan_to_num(), after.nan_to_num())
             assert state is None or torch.equal(state, state_after)

@@ -45,7 +45,7 @@ def shared(folder):
 def engine(shared):
     """An engine with sequences 1 … 4 open and a pool full of poison: reading a page that was
     never written gives NaN."""
-    shared._pool.kv.fill_(float("nan"))
+    shared.pool.kv.fill_(float("nan"))
     for seq_id in (1, 2, 3, 4):
         shared.open(seq_id, PROMPT, GREEDY)
     yield shared
@@ -85,11 +85,11 @@ def test_lesson_20_a_wrong_sequence_fails_alone(engine, folder, step, text):
 def test_kv_is_announced_once_for_what_is_computed_and_before_a_token_is_drawn(engine):
     told = []
     bad = whole(2, [40])
-    drawn = len(engine._sampler.logits)
+    drawn = len(engine.sampler.logits)
 
     def stored(seq_ids):
-        written = torch.isfinite(engine._pool.by_page[:, :, [4, 5]].flatten(2, 3)[:, :, : len(PROMPT)])
-        told.append((list(seq_ids), bool(written.all()), len(engine._sampler.logits) - drawn))
+        written = torch.isfinite(engine.pool.by_page[:, :, [4, 5]].flatten(2, 3)[:, :, : len(PROMPT)])
+        told.append((list(seq_ids), bool(written.all()), len(engine.sampler.logits) - drawn))
 
     run_step(engine, [whole(1, [4, 5]), bad, whole(3, [20, 21])], stored)
     assert told == [([1, 3], True, 0)]
@@ -99,11 +99,11 @@ def test_kv_is_announced_once_for_what_is_computed_and_before_a_token_is_drawn(e
 
 def test_layers_are_announced_when_their_kv_is_there_and_before_the_next_layer_has_any(engine, monkeypatch):
     monkeypatch.setattr(engine, "_send_layers", 1)
-    engine._pool.kv.fill_(float("nan"))
+    engine.pool.kv.fill_(float("nan"))
     told = []
 
     def stored(seq_ids, layers=None):
-        kv = engine._pool.by_page[:, :, [4, 5]].flatten(2, 3)[:, :, : len(PROMPT)].clone()
+        kv = engine.pool.by_page[:, :, [4, 5]].flatten(2, 3)[:, :, : len(PROMPT)].clone()
         told.append((list(seq_ids), layers, kv))
 
     run_step(engine, [whole(1, [4, 5])], stored)
@@ -178,9 +178,9 @@ def test_only_the_pages_given_are_read_and_written(engine):
     run_step(
         engine, [SequenceStep(1, PROMPT[:1], 60, pages[0], True), SequenceStep(2, PROMPT, 20, pages[1], True)]
     )
-    assert all(torch.isfinite(row).all() for row in engine._sampler.logits)
-    written = torch.isfinite(engine._pool.by_page).flatten(3).all(3).all(0).all(0)
-    touched = torch.isfinite(engine._pool.by_page).any(3).all(0).all(0)
+    assert all(torch.isfinite(row).all() for row in engine.sampler.logits)
+    written = torch.isfinite(engine.pool.by_page).flatten(3).all(3).all(0).all(0)
+    touched = torch.isfinite(engine.pool.by_page).any(3).all(0).all(0)
     assert touched.nonzero().flatten().tolist() == sorted(pages[0][:4] + pages[1])
     assert written.nonzero().flatten().tolist() == [50, 52, 54, 60, 61]
 
@@ -196,7 +196,7 @@ def test_the_pool_lies_in_memory_as_the_spec_says(engine):
                 at = spec.offset(layer, value, slot)
                 raw = bytearray(engine.memory.buffer[at : at + size])
                 there = torch.frombuffer(raw, dtype=torch.float32)
-                assert torch.equal(there, engine._pool.kv[layer, int(value), slot].flatten()), (layer, token)
+                assert torch.equal(there, engine.pool.kv[layer, int(value), slot].flatten()), (layer, token)
                 assert torch.isfinite(there).all()
 
 
@@ -217,7 +217,7 @@ def test_retracted_pages_come_back_elsewhere(engine, folder):
     run_step(engine, [SequenceStep(1, PROMPT[:19], 0, [4, 5], False)])
     host = engine.copy_out([4, 5])
     assert host.nbytes == 2 * engine.spec.page_bytes
-    engine._pool.kv.fill_(float("nan"))
+    engine.pool.kv.fill_(float("nan"))
     engine.copy_in(host, [30, 12])
     (result,) = run_step(engine, [SequenceStep(1, PROMPT[19:], 19, [30, 12], True)])
     assert [result.token] == generate(folder, [PROMPT], 1)[0]
@@ -226,10 +226,10 @@ def test_retracted_pages_come_back_elsewhere(engine, folder):
 def test_a_copy_of_which_a_bit_has_changed_does_not_come_back(engine):
     host = engine.copy_out([4, 5])
     host.data.view(torch.uint8).view(-1)[7] ^= 1
-    before = engine._pool.kv.clone()
+    before = engine.pool.kv.clone()
     with pytest.raises(ChecksumMismatch, match="host memory"):
         engine.copy_in(host, [30, 12])
-    assert torch.equal(engine._pool.kv.nan_to_num(), before.nan_to_num())
+    assert torch.equal(engine.pool.kv.nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize("pages", [[0], [0, 0], [0, -1], [0, 10**6]])

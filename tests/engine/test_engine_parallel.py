@@ -14,7 +14,7 @@ from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.models.model_loading import load_model
 from segue.engine.parallel import ParallelSize
 from segue.engine.ranks.collectives import Place
-from segue.engine.ranks.slicing import _keep_columns, check_size, cut, heads_of, part_of
+from segue.engine.ranks.slicing import check_size, cut, heads_of, keep_columns, part_of
 from segue.engine.request import SamplingParams
 from segue.kv.errors import ConfigError
 from segue.kv.ids import RankCoord
@@ -203,6 +203,6 @@ def test_a_bias_behind_a_layer_that_is_summed_counts_once():
     parts = []
     for tp, columns in enumerate((slice(0, 2), slice(2, 6))):
         part = copy.deepcopy(whole)
-        _keep_columns(part, columns, tp)
+        keep_columns(part, columns, tp)
         parts.append(part(rows[:, columns]))
     torch.testing.assert_close(sum(parts), whole(rows))

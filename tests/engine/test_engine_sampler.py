@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.engine.request import Grammar, SamplingParams
-from segue.engine.sampler import MAX_LOGIT_BIAS, Sampler, _candidates, check_sampling
+from segue.engine.sampler import MAX_LOGIT_BIAS, Sampler, candidates, check_sampling
 from segue.kv.errors import ErrorCode, Internal, InvalidRequest
 
 VOCAB = 64
@@ -459,8 +459,8 @@ def test_where_no_token_is_left_nothing_is_drawn():
 def test_top_p_counts_what_min_p_has_left():
     weights = np.array([1.0, 0.6, 0.5] + [0.05] * 20, np.float32)
     # 0.7 of 2.1 is 1.47: the third one begins at 1.6.
-    assert _candidates(weights, SamplingParams(min_p=0.4, top_p=0.7)).tolist() == [0, 1]
-    assert _candidates(weights, SamplingParams(top_p=0.7)).tolist() == list(range(23))
+    assert candidates(weights, SamplingParams(min_p=0.4, top_p=0.7)).tolist() == [0, 1]
+    assert candidates(weights, SamplingParams(top_p=0.7)).tolist() == list(range(23))
 
 
 def test_a_seed_below_nothing_is_another_one():

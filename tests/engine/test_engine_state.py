@@ -66,8 +66,8 @@ def test_a_retracted_sequence_continues_in_another_slot(engine, folder):
     (second,) = run_step(engine, [step(1, pages, 2, [first.token], 40)])
     host = engine.copy_out(pages, 2)
     assert host.nbytes == len(pages) * engine.spec.page_bytes + engine.spec.shape.state_bytes
-    engine._pool.kv.fill_(float("nan"))
-    engine._pool.by_slot.fill_(255)
+    engine.pool.kv.fill_(float("nan"))
+    engine.pool.by_slot.fill_(255)
     elsewhere = [page + 20 for page in pages]
     engine.copy_in(host, elsewhere, 7)
     found = [first.token, second.token]
@@ -90,7 +90,7 @@ def test_a_step_that_only_continues_computes_what_one_pass_does(engine):
         run_step(engine, [step(2, [3, 4, 5], 1, PROMPT[at : at + tokens], at)])
         at += tokens
     assert at == len(PROMPT)
-    for tensor in engine._pool.states:
+    for tensor in engine.pool.states:
         assert tensor[0].abs().max() > 0
         torch.testing.assert_close(tensor[0].float(), tensor[1].float(), rtol=1e-4, atol=1e-4)
 
@@ -100,7 +100,7 @@ def test_a_prompt_that_begins_with_one_token_finds_nothing_of_the_slot_s_last_ow
     one = [step(seq_id, [page], slot, PROMPT[:1]) for seq_id, page, slot in ((2, 3, 0), (3, 4, 1))]
     for each in one:
         run_step(engine, [each])
-    for tensor in engine._pool.states:
+    for tensor in engine.pool.states:
         assert torch.equal(tensor[0], tensor[1])
 
 

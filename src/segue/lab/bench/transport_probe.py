@@ -31,7 +31,7 @@ from segue.kv.transport.probe import Effort, Measurement, memory_speed
 PAGE_BYTES = 64 * 2**10
 SCRATCH_BYTES = 32 * 2**20
 #: A slow transport is one that `LIMIT_S` is enough for: fewer writes, and smaller ones.
-_EFFORT = Effort(pages=50, bulks=8, bulk_pages=2**16, bulk_bytes=SCRATCH_BYTES, enough_s=1.0)
+EFFORT = Effort(pages=50, bulks=8, bulk_pages=2**16, bulk_bytes=SCRATCH_BYTES, enough_s=1.0)
 _EPOCH = 1
 _STEP_S = 10.0
 LIMIT_S = 30.0
@@ -120,7 +120,7 @@ def _write(name: str) -> Speed:
                 raise TransferFailed(f"{type(event).__name__} came in place of Written")
             return event.seconds
 
-        measured = Measurement(lambda pages: [CopyBlock(0, 0, 1, pages * PAGE_BYTES)], _EFFORT)
+        measured = Measurement(lambda pages: [CopyBlock(0, 0, 1, pages * PAGE_BYTES)], EFFORT)
         tags = count(1)
         while (figures := measured.figures) is None:
             measured.took(seconds(next(tags), measured.write))

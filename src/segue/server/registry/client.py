@@ -44,7 +44,8 @@ ErrorReport = Callable[[SegueError], None]
 #: (away, full, a wrong secret until somebody corrects it) may pass.
 _OVER = (PeerRestarted, Draining, DpRankConflict, DpRankOutOfRange, InvalidRequest)
 
-_LONGEST_PAUSE_S = 2.0
+#: The longest pause between two tries of a query.
+LONGEST_PAUSE_S = 2.0
 
 
 def open_backend(
@@ -158,7 +159,7 @@ class BackendRegistry:
         left = self._left.get(incarnation)
         if left is None:
             raise NotFound(f"{incarnation[:8]} was not registered here")
-        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
+        backoff = Backoff(longest_s=LONGEST_PAUSE_S)
         wait_s, also = self._ttl_s / 3, [self._forgotten]
         while True:
             await self._pause(wait_s, left, *also)
@@ -210,8 +211,8 @@ class BackendRegistry:
             self._report(error)
 
     async def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
-        view = _InstanceView(self._ttl_s, self._clock)
-        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
+        view = InstanceView(self._ttl_s, self._clock)
+        backoff = Backoff(longest_s=LONGEST_PAUSE_S)
         shown: list[InstanceRecord] | None = None
         while not self._closing.is_set():
             try:
@@ -236,7 +237,7 @@ class BackendRegistry:
                 yield list(ready)
 
     async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
-        until, backoff = self._clock.now() + ttl_s, Backoff(longest_s=_LONGEST_PAUSE_S)
+        until, backoff = self._clock.now() + ttl_s, Backoff(longest_s=LONGEST_PAUSE_S)
         # Before it is said: the answer of a registry that has ended since may be heard after that of the next
         # one, which is told what is known here by then.
         mine = leader, until
@@ -259,7 +260,7 @@ class BackendRegistry:
             raise
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
-        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
+        backoff = Backoff(longest_s=LONGEST_PAUSE_S)
         trouble: SegueError | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -431,11 +432,11 @@ def _as_many(record: InstanceRecord, before: InstanceRecord) -> bool:
     return record.ready and len(record.replicas) >= len(before.replicas)
 
 
-class _InstanceView:
+class InstanceView:
     """A watcher's list, over restarts of the registry.
 
-    A restarted registry knows nobody until each instance has said its name again, which takes up
-    to a TTL. In that time what was known and is not contradicted still stands.
+    A restarted registry is empty until each instance has registered again, which takes up to a TTL. In that
+    time known instances stay listed unless contradicted.
     """
 
     def __init__(self, ttl_s: float, clock: Clock) -> None:

@@ -60,7 +60,8 @@ log = logging.getLogger(__name__)
 
 #: How often somebody else may write between our read and our write, one after the other.
 _TRIES = 8
-_MAX_GONE = 4096
+#: Ranks that have left, which a late keep-alive must not register again: the newest are remembered.
+MAX_GONE = 4096
 #: A lease for rooms serves those that come within this time.
 _ROOM_LEASE_S = 60
 _MAX_ROOM_TTL_S = 3600.0
@@ -188,7 +189,7 @@ class EtcdBackend(RegistryBackend):
 
     async def delete(self, leader: LeaderId) -> None:
         self._gone[leader] = None
-        if len(self._gone) > _MAX_GONE:
+        if len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
         _, lease = self._own.pop(leader, (b"", None))
         for kv in (await self._etcd.read(self._ranks)).kvs:

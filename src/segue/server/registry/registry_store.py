@@ -294,9 +294,15 @@ class RegistryStore:
 
         return unsubscribe
 
+    def subscribed(self, topic: int | None = None) -> int:
+        """The number of watchers of `topic`, or of all topics."""
+        if topic is None:
+            return sum(map(len, self._watchers.values()))
+        return len(self._watchers.get(topic, ()))
+
     @property
     def rooms_held(self) -> int:
-        """How many rooms are known."""
+        """The number of registered rooms."""
         return len(self._rooms)
 
     # ---- inside ---------------------------------------------------------------------------------
