@@ -123,7 +123,7 @@ def parts_of(engine: ReplicaEngine, batch: int, rows: int, context: int) -> dict
             fastest([lambda: F.rms_norm(x, (hidden,), weight, norm.eps), lambda: norm(x, n, normed)]), count
         ),
         "activation": repeat(lambda: F.silu(wide).mul_(wide2), len(layers)),
-        "sampling": lambda: engine._sampler.sample(list(range(batch)), logits),
+        "sampling": lambda: engine.sampler.sample(list(range(batch)), logits),
         "rotary": repeat(
             fastest(
                 [
@@ -173,7 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = load_engine(args.model, dtype="bfloat16", pool_bytes=2**29, threads=1)
     with torch.inference_mode():
-        engine._pool.kv.normal_()
+        engine.pool.kv.normal_()
         for index in range(16):
             engine.open(index, [1], SamplingParams(temperature=0.0))
         results = []
