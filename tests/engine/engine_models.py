@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -284,6 +285,25 @@ def page_lists(engine, lengths, scatter_seed=None, base=0):
         pages = [page for run in runs for page in run]
     taken = iter(pages)
     return [[next(taken) for _ in range(count)] for count in counts]
+
+
+def references(tmp_path_factory, prompts):
+    """A function of a family: a folder with its model, and the 8 tokens that transformers generates for each
+    of `prompts`. Each family is made once."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            folder = save_model(tmp_path_factory.mktemp(family), family)
+            made[family] = folder, generate(folder, prompts, 8)
+        return made[family]
+
+    return make
+
+
+def later(*values):
+    """Parameters of a case that runs in `make test-slow` only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def stored_of(pool, step):

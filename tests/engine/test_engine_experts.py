@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from dp_threads import DpThreads
-from engine_models import VOCAB, GreedySampler, generate, save_model, serve
+from engine_models import VOCAB, GreedySampler, later, references, serve
 
 from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.models.model_registry import check_experts
@@ -24,25 +24,13 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    made = {}
-
-    def make(family):
-        if family not in made:
-            folder = save_model(tmp_path_factory.mktemp(family), family)
-            made[family] = folder, generate(folder, PROMPTS, 8)
-        return made[family]
-
-    return make
-
-
 def serving(prompts):
     return lambda engine: serve(engine, prompts, 8, chunk=16)
 
 
-def later(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return references(tmp_path_factory, PROMPTS)
 
 
 @pytest.mark.parametrize(

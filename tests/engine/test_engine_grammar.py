@@ -417,21 +417,25 @@ def test_a_close_drops_what_waits_and_leaves_no_thread(tokenizer):
     assert len(done) < 3
 
 
+class Scripted:
+    """A checker with these answers, in order; an exception is raised."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def check(self, grammar):
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self): ...
+
+
 def test_a_failure_of_the_child_is_told_and_the_format_may_be_prepared_again(tokenizer):
     answers = [OutOfCapacity("not now"), 100]
 
-    class Failing:
-        def __init__(self, *args): ...
-
-        def check(self, grammar):
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        def close(self): ...
-
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=Failing)
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=lambda *_: Scripted(answers))
     grammar = Grammar("regex", "a")
     prepared(compiler, grammar)
     with pytest.raises(OutOfCapacity, match="not now"):
@@ -507,18 +511,7 @@ def test_a_format_that_was_prepared_again_is_the_last_one_to_be_forgotten(tokeni
     monkeypatch.setattr("segue.engine.grammar.MAX_CACHED_BYTES", 150)
     answers = [OutOfCapacity("not now"), 100, 100]
 
-    class Failing:
-        def __init__(self, *args): ...
-
-        def check(self, grammar):
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        def close(self): ...
-
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=Failing)
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=lambda *_: Scripted(answers))
     again, other = Grammar("regex", "a"), Grammar("regex", "b")
     for grammar in (again, other, again):
         prepared(compiler, grammar)

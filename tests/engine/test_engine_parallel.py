@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from engine_models import FAMILY_CONFIGS, VOCAB, GreedySampler, generate, save_model, serve
+from engine_models import FAMILY_CONFIGS, VOCAB, GreedySampler, later, references, save_model, serve
 from rank_threads import RankThreads, load_ranks
 
 from segue.engine.cpu.cpu_forward import load_forward
@@ -39,19 +39,7 @@ def tokens(folder, size):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    made = {}
-
-    def make(family):
-        if family not in made:
-            folder = save_model(tmp_path_factory.mktemp(family), family)
-            made[family] = folder, generate(folder, PROMPTS, 8)
-        return made[family]
-
-    return make
-
-
-def later(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return references(tmp_path_factory, PROMPTS)
 
 
 @pytest.mark.parametrize(

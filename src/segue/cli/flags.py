@@ -1,4 +1,4 @@
-"""From the words of a command line to a configuration: parsers are made from the settings themselves."""
+"""Parses a command line into a configuration: the parsers are made from the settings themselves."""
 
 from __future__ import annotations
 

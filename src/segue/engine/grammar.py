@@ -39,7 +39,7 @@ MAX_PREPARING_IN_ALL = 1024
 
 
 class GrammarMatcher:
-    """Where one sequence is in its grammar. Once stuck it stays so."""
+    """The state of one sequence in its grammar. Once stuck it stays stuck."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
@@ -115,7 +115,7 @@ class GrammarCompiler:
         #: grammars that are not settled, with the tenants that asked for them
         self._preparing: dict[Grammar, str] = {}
         self._lock = threading.Lock()
-        #: what waits for the thread, by tenant; the first tenant is the next one
+        #: grammars that wait for the thread, by tenant; the first tenant is next
         self._waiting: dict[str, deque[tuple[Grammar, Callable[[], None]]]] = {}
         self._thread: ThreadPoolExecutor | None = None
 

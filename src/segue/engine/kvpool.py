@@ -116,7 +116,7 @@ class KVPool:
         self.by_slot[self._slots(slot)] = host.state
 
     def _slots(self, slot: int | None) -> slice:
-        """Where in `by_slot` the state of a sequence lies; nothing of a model without one."""
+        """The part of `by_slot` with the state of a sequence; empty for a model without one."""
         if (slot is None) != (self.spec.slots == 0) or (slot or 0) not in range(max(1, self.spec.slots)):
             raise InvalidRequest(f"slot {slot} in a pool of {self.spec.slots} slots")
         return slice(0) if slot is None else slice(slot, slot + 1)

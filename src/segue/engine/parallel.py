@@ -22,7 +22,7 @@ class ParallelSize(msgspec.Struct, frozen=True):
         return self.tp * self.pp * self.cp
 
     def coord(self, rank: int) -> RankCoord:
-        """Where `rank` stands."""
+        """The coordinates of `rank`."""
         rest, tp = divmod(rank, self.tp)
         pp, cp = divmod(rest, self.cp)
         return RankCoord(pp=pp, cp=cp, tp=tp)

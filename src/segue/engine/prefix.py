@@ -73,20 +73,21 @@ class Journal(Protocol):
     """Gets the pages that the tree takes and gives back."""
 
     def stored(self, pages: Sequence[int], after: int | None, tokens: Sequence[int], salt: int) -> None:
-        """It has taken `pages`, which hold `tokens` and follow the page `after`, or begin one of `salt`."""
+        """The tree has taken `pages`, which hold `tokens` and follow the page `after`, or begin a sequence of
+        `salt`."""
         ...
 
     def removed(self, pages: Sequence[int]) -> None:
-        """It has given `pages` back."""
+        """The tree has given `pages` back."""
         ...
 
     def cleared(self) -> None:
-        """It has given everything back."""
+        """The tree has given all pages back."""
         ...
 
 
 def _root_key(first: tuple[int, ...], salt: int) -> tuple[int, ...]:
-    """Where the root has a child that begins with `first`; no two salts have one place."""
+    """The root's key for a child that begins with `first`; no two salts share a key."""
     return (salt, *first) if salt else first
 
 

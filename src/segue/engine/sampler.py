@@ -45,7 +45,7 @@ Ids = NDArray[np.intp]
 
 
 class GrammarState(Protocol):
-    """Where one sequence is in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def admitted(self) -> NDArray[np.bool_]:
         """One flag per token of the vocabulary. Raises InvalidRequest if the grammar is stuck."""

@@ -26,7 +26,7 @@ class MonotonicClock:
 
 
 class Io(Protocol):
-    """Where sockets, timers and the protocol run; `IoThread` in a process."""
+    """The loop that runs sockets, timers and the protocol; `IoThread` in a process."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...

@@ -39,8 +39,8 @@ from segue.kv.transport_negotiation import TransportNegotiation
 
 log = logging.getLogger("segue.kv")
 
-#: Messages that a peer may have to say of each hand-off on a new session, before our path to it is open:
-#: what has failed meanwhile, that it waits for our last write, where to write.
+#: Messages per hand-off that may arrive on a new session before our path is open (a failure, a wait for our
+#: last write, a destination); more closes the session.
 EARLY_PER_TRANSFER = 4
 
 
@@ -201,8 +201,8 @@ class KVManager(Handles):
             self._handle(event)
 
     def _handle(self, event: events.Event) -> None:
-        """One event and all that follows from it. A bug on the way ends the hand-off that it is about, and
-        costs no other one an effect or its deadline: nothing is raised."""
+        """Handle one event and all its effects. A bug ends the hand-off of the event, and costs no other one
+        an effect or its deadline: nothing is raised."""
         now = self.clock.now()
         try:
             effects = self._decide(event, now)

@@ -12,13 +12,13 @@ class PathFigures(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float
 
     def describe(self) -> str:
-        """As text."""
+        """The figures as text."""
         return f"{self.bytes_per_s / 1e9:.2f} GB/s, {self.page_s * 1e6:.0f} us a page"
 
 
 class PathCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One transport that a pair might have taken: its figures, or why it has none. `late`: nothing is wrong
-    with it but that it was not measured in time."""
+    """One transport that was considered for a pair: its figures, or why it has none. `late`: it works, but
+    the measurement was not complete in time."""
 
     transport: str
     figures: PathFigures | None = None
@@ -26,7 +26,7 @@ class PathCandidate(msgspec.Struct, frozen=True, kw_only=True):
     late: bool = False
 
     def describe(self) -> str:
-        """As text."""
+        """The candidate as text."""
         return f"{self.transport} {self.why_not if self.figures is None else self.figures.describe()}"
 
 
@@ -44,6 +44,6 @@ class PathChoice(msgspec.Struct, frozen=True, kw_only=True):
         return next(one for one in self.candidates if one.transport == self.transport)
 
     def describe(self) -> str:
-        """As one line."""
+        """The choice as one line."""
         others = [one.describe() for one in self.candidates if one.transport != self.transport]
         return "; ".join([self.taken.describe(), *others, *([self.slow] if self.slow else [])])

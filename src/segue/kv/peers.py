@@ -87,7 +87,7 @@ class Peer:
         return self.probe is not None and self.speed.choice is None
 
     def take(self, choice: PathChoice) -> None:
-        """From now on it is this one."""
+        """Use this choice from now on."""
         self.transport = choice.transport
         self.speed = PathSpeed(choice.transport, choice=choice)
 
@@ -129,7 +129,7 @@ class Compatibility:
         self.say(info)
 
     def say(self, info: LeaderInfo) -> None:
-        """From now on peers are told this."""
+        """Send `info` to peers from now on."""
         self.info = info
         self.hello = msgspec.msgpack.encode(info)
         self._introductions[self.hello] = info

@@ -60,7 +60,7 @@ class PendingConnections(Generic[ConnectionT]):
         return next((one for one, host in self._host_of.items() if len(self._of[host]) == most), None)
 
     def discard(self, connection: ConnectionT) -> bool:
-        """It is authenticated, or closed. False if it was not here."""
+        """Remove a connection that is authenticated or closed. False if it was not in the table."""
         host = self._host_of.pop(connection, None)
         if host is None:
             return False

@@ -64,7 +64,7 @@ class ReadyEvent:
 
     @property
     def over(self) -> bool:
-        """It has come, or never will."""
+        """Whether the event has occurred, or never will."""
         return self._ended
 
     def then(self, call: Callable[[], object]) -> None:

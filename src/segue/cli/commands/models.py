@@ -1,4 +1,4 @@
-"""From a model's name to a local folder, with a progress bar while it is fetched or converted."""
+"""Resolves a model's name to a local folder, with a progress bar while it is downloaded or converted."""
 
 from __future__ import annotations
 

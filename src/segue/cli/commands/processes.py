@@ -100,7 +100,7 @@ def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
 
 
 def log_folder(cache: str | None) -> LogFolder | None:
-    """Where the whole logs of children go; None, with a warning, where no file can be written."""
+    """The folder of the children's full logs; None, with a warning, if no file can be written there."""
     parent = (Path(cache) if cache else cache_folder()) / "logs"
     try:
         return LogFolder(parent)

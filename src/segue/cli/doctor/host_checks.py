@@ -23,11 +23,8 @@ _ACCELERATORS = {"nvidia": "cuda_ipc", "amd": "mori", "ascend": "ascend"}
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One thing that was looked at: `found` says what is there, `mend` what to do, if anything.
-
-    `warn`: it works, and something will be slow, full or missing. `wrong`: it does not work, or must not be
-    used like this.
-    """
+    """One checked property: `found` is the state, `mend` the remedy, if any. `warn`: it works, and something
+    will be slow, full or missing. `wrong`: it does not work, or must not be used like this."""
 
     name: str
     state: Literal["ok", "warn", "wrong"]
@@ -275,7 +272,7 @@ def automatic_transports(facts: HostFacts) -> Check:
 
 
 def model_cache(facts: HostFacts) -> Check:
-    """Where fetched and converted models lie."""
+    """The folder of downloaded and converted models."""
     cache = facts.cache
     text = f"{cache.folder}, {cache.free_bytes / GIB:.1f} GiB free"
     if not cache.writable:

@@ -62,7 +62,7 @@ class ListeningSocket:
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
-    """Where fetched and converted models lie."""
+    """The folder of downloaded and converted models."""
 
     folder: str
     writable: bool

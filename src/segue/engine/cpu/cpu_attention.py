@@ -64,7 +64,7 @@ class StepContext:
         #: that with each layer's KV
         self._on_stored = on_stored
         self._left = pool.spec.layer_count + pool.spec.shape.state_layers
-        #: of a model that keeps one
+        #: the recurrent states of the step's sequences
         self.state = StepState(packed, pool)
         self._others = others
         self._views: dict[int | None, list[tuple[Segment, View]]] = {}

@@ -1,4 +1,4 @@
-"""Where the rows of one step find, in the pool, the KV that they attend over.
+"""The KV in the pool that the rows of one step attend to.
 
 A sequence of one row (decode) needs the list of its pages alone. One of several rows reads the KV before them
 in place where it lies in a few runs of pages, else gathered into one copy.

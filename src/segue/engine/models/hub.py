@@ -73,8 +73,8 @@ def fetch(name: str, revision: str | None, *, weights: bool, progress: Progress)
 
 
 def wanted(files: list[str], index: Callable[[str], dict[str, Any]], *, weights: bool) -> list[str]:
-    """Those of a repository's `files` that a model needs, weights last; `index` reads one of its indexes.
-    Of several sets of weights safetensors win, and the one whole file over shards."""
+    """The files of a repository that a model needs, out of `files`, weights last; `index` reads one of its
+    indexes. With several sets of weights safetensors win, and a single whole file wins over shards."""
     names = [file for file in files if _SMALL.fullmatch(file)]
     for single in _WEIGHTS if weights else ():
         if single in files:

@@ -1,4 +1,4 @@
-"""Where a model comes from: a name, a Hugging Face folder or a GGUF file becomes a checked folder.
+"""The source of a model: a name, a Hugging Face folder or a GGUF file becomes a checked folder.
 
 A GGUF file is converted once, into the cache, to a Hugging Face folder with safetensors. Weights are stored
 as float32 up to a billion parameters: the dequantised values are then exactly those that `transformers`

@@ -164,7 +164,7 @@ def join(size: ParallelSize, rank: int, store: Store, timeout_s: float = TIMEOUT
 
 
 def meeting_point(port: int | None = None, timeout_s: float = TIMEOUT_S) -> TCPStore:
-    """Where ranks tell each other their addresses: the leader's own (its `port` says where), or the one at
+    """The store in which ranks exchange their addresses: the leader's own (see its `port`), or the one at
     `port`."""
     try:
         return TCPStore(

@@ -222,7 +222,7 @@ class DpGroup:
     # ---- words -----------------------------------------------------------------------------------
 
     def _say(self, word: Word, but: socket.socket | None = None) -> None:
-        """To every link `but` one. A peer that is gone is noticed where we listen."""
+        """Send to every link but `but`. The reading thread notices a lost peer."""
         body = _encoder.encode(word)
         for link in self._links:
             if link is not but:

@@ -197,7 +197,7 @@ class LocalRank:
         #: path may be measured again while a write of the first time is still under way
         self._measuring: dict[tuple[str, RankId, int, int], asyncio.Future[Written | WriteFailed]] = {}
         self._tags = count(1)
-        #: of each epoch what waits until its KV is ready
+        #: by epoch: writes that wait until their KV is ready
         self._held: dict[int, dict[ReadyEvent, list[_HeldWrite | ComputeChecksum]]] = {}
         self._closed = False
         self._by_name = {name: make(partial(self._moved, name)) for name, make in transports.items()}
@@ -230,7 +230,7 @@ class LocalRank:
         self.admit_now(transports, peer, epoch)
 
     def admit_now(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
-        """As `admit`, done when it returns: a fence of the epoch may be the next thing that is asked for."""
+        """Like `admit`, but complete on return: a fence of the epoch may follow at once."""
         scratch = self._scratch()
         for name in transports:
             self._by_name[name].grant(peer, epoch, scratch.area)

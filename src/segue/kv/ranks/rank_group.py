@@ -50,19 +50,19 @@ class Ranks:
         # Outlives the session: a fence may come after it. Bounded: see `choose`.
         self._routes: dict[LeaderId, PeerRoute] = {}
         self._connecting: dict[tuple[LeaderId, str], asyncio.Task[None]] = {}
-        #: of each rank of ours and epoch (a number of this decode leader): the ranks that cannot write yet
+        #: by our rank and epoch (a number of this decode leader): the ranks that cannot write yet
         self._grants: dict[tuple[LeaderId, int, int], set[RankId]] = {}
-        #: of each peer, its ranks that are known to be dead
+        #: by peer: its ranks that are known to be dead
         self._dead: dict[LeaderId, set[int]] = {}
 
     async def start(self, owner: RankOwner, io: Io) -> None:
-        """As `Rank.start`, all of them."""
+        """Like `Rank.start`, for all ranks."""
         for rank in self._ranks:
             await rank.start(owner, io)
 
     @property
     def unanswered(self) -> int:
-        """For how many grants answers are put together here."""
+        """The number of grants whose answers are incomplete."""
         return len(self._grants)
 
     def withdraw(self, name: str) -> bool:
@@ -80,8 +80,8 @@ class Ranks:
         needed: Container[LeaderId],
         relays: Collection[tuple[int, int, int]] = (),
     ) -> None:
-        """From now on `peer` is reached by the transport `name`; `pairs` and `relays` are those of the plan.
-        No `needed` peer is forgotten for it: one with a session, or with a hand-off that is not over."""
+        """Reach `peer` by the transport `name` from now on; `pairs` and `relays` are those of the plan. No
+        `needed` peer is forgotten for it: one with a session or an unfinished hand-off."""
         prefill, decode = (self._me, peer) if self._sending else (peer, self._me)
         written = writes(prefill, decode, pairs, relays)
         targets: dict[int, dict[RankId, None]] = {}
@@ -186,7 +186,7 @@ class Ranks:
         return False
 
     def transport_to(self, peer: LeaderId) -> str | None:
-        """By which transport `peer` is reached now, or was last; None if that was never known."""
+        """The transport by which `peer` is reached now, or was last; None if it was never known."""
         route = self._routes.get(peer)
         return None if route is None else route.transport
 

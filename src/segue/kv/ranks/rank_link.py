@@ -220,7 +220,7 @@ class RankLink(asyncio.Protocol):
             self._ping_later()
 
     def send(self, message: msgspec.Struct) -> None:
-        """As `post`, at once."""
+        """Like `post`, at once."""
         self._write(encode(message))
 
     def _detach(self) -> None:

@@ -41,7 +41,7 @@ class Session(Protocol):
 
     @property
     def closing(self) -> bool:
-        """It has ended, and `SessionHandler.closed` is still to come: in the loop's next turn."""
+        """The session has ended; `SessionHandler.closed` follows in the loop's next turn."""
         ...
 
     def send(self, message: msgspec.Struct) -> None:

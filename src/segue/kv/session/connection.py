@@ -92,7 +92,7 @@ class ConnectionOwner(Protocol):
 
 
 class State(enum.Enum):
-    """Where one connection stands. ENDED is final."""
+    """The state of a connection. ENDED is final."""
 
     PREAMBLE = enum.auto()
     HANDSHAKE = enum.auto()
@@ -176,7 +176,7 @@ class Connection(asyncio.BufferedProtocol):
             await asyncio.shield(self._end)
 
     def describe(self) -> str:
-        """For texts: role, leader and address of the peer."""
+        """The connection in texts: role, leader and address of the peer."""
         hello = self.handshake.peer
         address = self._peer.address if self._peer else self.wire.address
         return address if hello is None else f"{hello.role} {hello.leader} at {address}"
@@ -453,7 +453,7 @@ class Connection(asyncio.BufferedProtocol):
         self.end(PeerLost(f"{self.describe()} has been silent for {silence_s:.1f} s"), tell=True)
 
     def _end_later(self, error: SegueError, *, tell: bool) -> None:
-        """As `end`, but `closed` comes in the loop's next turn: the caller is the handler itself."""
+        """Like `end`, but `closed` comes in the loop's next turn: the caller is the handler itself."""
         if self._stop(error, tell=tell, linger=tell):
             self._loop.call_soon(self.deliver_closed)
 

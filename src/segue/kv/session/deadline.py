@@ -35,7 +35,7 @@ class Deadline:
         return self._at_s is not None
 
     def set(self, at_s: float) -> None:
-        """It is this one now, and no other any more."""
+        """Replace the deadline by this one."""
         self._at_s, self._moved = at_s, False
         if self._timer is None or at_s < self._looks_s:
             self._drop()

@@ -143,7 +143,7 @@ class _Means:
         self.prompt = load.prompt.mean
         self.output = load.output.mean
         self.pairs = sum(pairs(0, tokens) for tokens in prompts) / _DRAWS
-        #: of a sequence while it generates
+        #: mean length of a sequence while it generates, in tokens
         self.context = self.prompt + self.output / 2
 
 

@@ -115,11 +115,11 @@ class PrefixAware:
         self._max_blocks = max_blocks
         self._slack = slack
         self._index = index or PrefixIndex()
-        #: of a block, who was sent it, and as which of all placements
+        #: by block: the leader that got it, and the number of that placement
         self._seen: OrderedDict[int, tuple[LeaderId, int]] = OrderedDict()
         self._placed = 0
         self._fallback = TotalTokens()
-        #: of the last choice: how many tokens of the prompt its replica holds, or was sent before
+        #: tokens of the last prompt that its chosen replica holds, or was sent before
         self.known_tokens = 0
 
     def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:

@@ -46,7 +46,7 @@ class PrefixIndex:
         return True
 
     def forget(self, leader: LeaderId) -> None:
-        """It is not followed any more."""
+        """Stop following a replica."""
         if (held := self._held.pop(leader, None)) is not None:
             self.blocks -= len(held.blocks)
 

@@ -189,7 +189,7 @@ class Call:
         self._deadline = deadline
         self._on_end = ended
         self._queue: deque[Output] = deque()
-        #: who has outputs at once, and where it waits meanwhile
+        #: takes outputs while a reader waits, and the reader's future
         self._take: Callable[[Output], Wait | None] | None = None
         self._waiter: asyncio.Future[Wait | None] | None = None
         self._attempt: Attempt | None = None

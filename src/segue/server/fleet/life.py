@@ -17,7 +17,7 @@ HTTP = "frontend http"
 
 
 class DatedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One record, and when it begins: `at_s` seconds after the request's arrival; None where nobody knows."""
+    """One record and its start: `at_s` seconds after the request's arrival; None if unknown."""
 
     at_s: float | None
     record: RequestRecord

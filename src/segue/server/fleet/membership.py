@@ -20,11 +20,9 @@ from segue.server.messages.control import ControlMessage, Explain, Explained, Lo
 from segue.server.messages.records import RequestRecord
 from segue.server.observe.metrics import Metrics
 from segue.server.registry.client import InstanceWatch
-from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue.server.registry.registry_records import SERVING, InstanceRecord, ReplicaRecord
 
 log = logging.getLogger("segue.fleet")
-
-SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
 
 
 class RendezvousHandler(Protocol):
@@ -111,7 +109,7 @@ class Membership:
 
     @property
     def name(self) -> str:
-        """As records name this frontend."""
+        """This frontend's name in records."""
         return f"frontend {self._node.me.incarnation[:8]}"
 
     def signed(self, ticket: Ticket) -> Ticket:
@@ -263,7 +261,7 @@ class Membership:
         replica.tokens += tokens
 
     def leave(self, replica: Replica, request_id: str, tokens: int) -> None:
-        """It does not any more. Harmless if it never did."""
+        """The request does not run on `replica` any more. Harmless if it never did."""
         if replica.running.pop(request_id, None) is not None:
             replica.tokens -= tokens
             self._retire(replica)

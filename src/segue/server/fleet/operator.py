@@ -1,6 +1,6 @@
-"""An operator: asks the instances that a registry lists, and steers them. What `segue ps` and the like do.
+"""An operator: queries the instances that a registry lists, and controls them (`segue ps`, `segue drain`, …).
 
-Each leader is asked over a session of its own, which proves the deployment's secret on both sides, and has
+Each leader is queried over its own session, which proves the deployment's secret on both sides, and has
 `ASK_S` to answer.
 """
 
@@ -24,10 +24,9 @@ from segue.kv import (
     PeerLost,
     Role,
     SegueError,
-    new_incarnation,
     successor,
 )
-from segue.kv.session import PeerInfo, Session, SessionNode, Tls
+from segue.kv.session import PeerInfo, Session, Tls
 from segue.server.fleet.life import Life, life_of
 from segue.server.messages.control import Explain, Explained
 from segue.server.messages.operate import (
@@ -39,22 +38,21 @@ from segue.server.messages.operate import (
     Status,
     Switch,
 )
+from segue.server.registry.address_backend import operator_node
 from segue.server.registry.backends import RegistryBackend
 from segue.server.registry.client import open_backend
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
-#: What a leader gets to open a session and to answer; it answers between two forwards.
+#: Time of a leader to open a session and to answer; it answers between two forwards.
 ASK_S = 5.0
 #: Digits of an incarnation that name an instance, at least.
 NAME_DIGITS = 4
 
 T = TypeVar("T")
 
-SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
-
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One leader: what the registry says of it, and what it says itself, or why it says nothing."""
+    """One leader: its registered record, and its own answer or the reason why there is none."""
 
     instance: str
     dp_rank: int
@@ -74,17 +72,9 @@ class Operator:
     ) -> None:
         self._registry = registry
         self._limits = limits
-        #: of each leader those who wait for an answer
+        #: by leader: the queries that wait for its answer
         self._inboxes: dict[LeaderId, list[asyncio.Queue[OperatorMessage | SegueError]]] = {}
-        self.node = SessionNode(
-            me=LeaderId(new_incarnation()),
-            role=Role.OPERATOR,
-            secret=secret,
-            handlers=dict.fromkeys(SERVING, self),
-            message_type=OperatorMessage,
-            limits=limits,
-            tls=tls,
-        )
+        self.node = operator_node(self, secret, limits, tls)
 
     # ---- SessionHandler -------------------------------------------------------------------------
 
@@ -112,7 +102,7 @@ class Operator:
     # ---- questions ------------------------------------------------------------------------------
 
     async def instances(self) -> list[InstanceRecord]:
-        """Those that the registry lists. Raises what the registry's client does."""
+        """The instances that the registry lists. Raises the errors of the registry's client."""
         return (await self._registry.instances(None, None, 0.0)).instances
 
     async def named(self, name: str) -> InstanceRecord:

@@ -65,7 +65,7 @@ class Replica:
         return self.role is Role.UNIFIED or (self.role is Role.DECODE and limit is not None)
 
     def candidate(self) -> Candidate:
-        """As placement policies see it."""
+        """The replica as placement policies see it."""
         return Candidate(self.leader, self.record.dp_size, self.load, len(self.running), self.tokens)
 
 
@@ -81,8 +81,8 @@ REASONS = {
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Where one attempt runs, and why there; where one replica computes the prompt and decodes, both halves
-    are the same. `reason` is one of `REASONS`."""
+    """The replicas of one attempt, and the reason of the choice. Both halves are equal if one replica
+    computes the prompt and decodes. `reason` is one of `REASONS`."""
 
     room: int
     prefill: Replica

@@ -154,12 +154,12 @@ class Router:
         return self.usable(Role.UNIFIED) + pairs
 
     def _partners(self, decode: Replica, prefill: list[Replica]) -> list[Replica]:
-        """Those of `prefill` that can hand KV to `decode`, as far as we know."""
+        """The replicas out of `prefill` that can hand KV to `decode`, as far as we know."""
         alike = self._alike(decode, prefill)
         return [p for p in alike if (p.leader, decode.leader) not in self._refused]
 
     def _alike(self, decode: Replica, prefill: list[Replica]) -> list[Replica]:
-        """Those of `prefill` with the model of `decode`."""
+        """The replicas out of `prefill` with the model of `decode`."""
         return [p for p in prefill if p.record.model == decode.record.model]
 
     # ---- who gets it ----------------------------------------------------------------------------
@@ -167,8 +167,8 @@ class Router:
     def choose(
         self, attempts: Attempts, request: PlacementRequest, now: float, *, patient: bool
     ) -> Route | None:
-        """Where the next attempt runs; None if nobody can run it now. While `patient`, a replica that its
-        peer says is gone is not asked, even if it is the only one."""
+        """The replicas of the next attempt; None if it cannot run now. While `patient`, a replica that its
+        peer reports as gone is not used, even if it is the only one."""
         serving = self._serving()
         # A unified replica stands beside the decode replicas: whoever decodes is chosen first.
         pinned = request.ranks.disagg_prefill_dp_rank
@@ -210,8 +210,8 @@ class Router:
         return Route(room, p, d, self._why(p, prefill, decode, attempts, request), reason)
 
     def _short(self, d: Replica, attempts: Attempts, request: PlacementRequest) -> str:
-        """That `d` is to compute the prompt itself, as far as its length decides it; empty if it is not. What
-        `d` has cached only `prefix_aware` knows."""
+        """The reason why `d` computes the prompt itself, as far as its length decides it; empty if it does
+        not. Only `prefix_aware` knows the tokens that `d` has cached."""
         limit = d.load.local_tokens if d.load is not None else None
         known = self._decode_policy.known_tokens if isinstance(self._decode_policy, PrefixAware) else 0
         tokens = len(request.prompt) + len(attempts.output) - known
@@ -289,7 +289,7 @@ class Router:
         patient: bool,
         half: Role = Role.DECODE,
     ) -> Replica | None:
-        """By policy among the good ones; if there are none, among the least bad."""
+        """Choose by policy among the good replicas; if there are none, among the least bad."""
         by_leader = {r.leader: r for r in replicas}
         others = attempts.candidates([r.candidate() for r in replicas], patient=patient)
         calm = [c for c in others if self.cooling(c.leader).until <= now] or others
@@ -369,7 +369,7 @@ class Router:
 
 
 def _on_rank(replicas: list[Replica], dp_rank: int | None) -> list[Replica]:
-    """Those of this DP rank; all of them if none is named."""
+    """The replicas of this DP rank; all of them if none is named."""
     return [r for r in replicas if dp_rank in (None, r.where.dp_rank)]
 
 

@@ -57,7 +57,7 @@ class HttpCall:
 
     def __init__(self, scope: Scope, receive: Receive, held: RequestMemory | None = None) -> None:
         self._scope = scope
-        #: what it keeps in memory
+        #: its part of the memory of requests
         self.held = RequestMemory(MemoryBudget(0)) if held is None else held
         self._receive = receive
         self._exchange: HttpExchange = scope[EXCHANGE]()
@@ -68,7 +68,7 @@ class HttpCall:
         #: When it was known what to generate, on the clock of `time.monotonic`; 0 before.
         self.planned_at = 0.0
         self.trace = NO_TRACE
-        #: which of the server's API keys the client has shown; empty if there are not several
+        #: the number of the client's API key; empty unless the server has several
         self.tenant = str(scope.get(TENANT, ""))
         #: the client has shown an API key
         self.has_key = TENANT in scope
@@ -197,7 +197,7 @@ class HttpCall:
         return EventStream(self, self._exchange, stall_s)
 
     def start_stream(self) -> None:
-        """From now on the answer is one of events."""
+        """Answer with a stream of events from now on."""
         self.begun = True
         self.status = 200
         self._exchange.begin(200, (*_SSE, self._id_header))

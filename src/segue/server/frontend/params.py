@@ -1,4 +1,4 @@
-"""From what a client sent to what the engine runs: ranges checked, limits applied, defaults filled in.
+"""Turns a client's parameters into those of the engine: ranges checked, limits applied, defaults filled in.
 
 Everything is checked before anything runs (lesson 20: one bad parameter ended a whole server elsewhere).
 """

@@ -1,4 +1,4 @@
-"""From a decoded body to samples that can be submitted and an answer that can be filled."""
+"""Turns a decoded body into samples to submit and an answer to fill."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class RequestMemory:
         self.nbytes += nbytes
 
     async def turn(self, nbytes: int, left_bytes: int) -> None:
-        """As `MemoryBudget.turn`."""
+        """Like `MemoryBudget.turn`."""
         await self._budget.turn(nbytes, left_bytes)
 
     def set(self, nbytes: int) -> None:

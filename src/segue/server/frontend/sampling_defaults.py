@@ -18,7 +18,8 @@ FILE = "generation_config.json"
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """As `SamplingParams` has them; without arguments, OpenAI's. `top_k` 0 is all tokens."""
+    """Sampling settings like those of `SamplingParams`; without arguments, OpenAI's. `top_k` 0 is all
+    tokens."""
 
     temperature: float = 1.0
     top_p: float = 1.0

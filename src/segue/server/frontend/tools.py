@@ -98,7 +98,7 @@ class HermesParser:
 
     def __init__(self) -> None:
         self._outside = StopStrings([self._OPEN])
-        #: of a call that has begun
+        #: the call in progress
         self._inside: list[str] | None = None
         self._end = StopStrings([self._CLOSE])
         self._after_call = False
@@ -139,7 +139,7 @@ class HermesParser:
 
 
 class _WholeParser:
-    """For forms that are read at the end. Text that cannot be a call is passed on at once."""
+    """A parser of forms that are read at the end. Text that cannot be a call is passed on at once."""
 
     keep_special = False
 

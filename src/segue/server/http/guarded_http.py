@@ -464,11 +464,11 @@ class GuardedServer(uvicorn.Server):
         self._listener.closed(connection)
 
     def count(self, what: str) -> None:
-        """One more of `what`, by name."""
+        """Count one more of `what`."""
         self.counts[what] = self.counts.get(what, 0) + 1
 
     def spoke_tls(self, connection: GuardedHttp) -> None:
-        """It expects TLS of a server that has none. A warning once: more could fill a disk."""
+        """A client sends TLS to a server without TLS. Warned of once: more could fill a disk."""
         self.count("spoke_tls")
         level = logging.WARNING if self.counts["spoke_tls"] == 1 else logging.DEBUG
         hint = self.guard.tls_hint

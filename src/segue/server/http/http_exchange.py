@@ -66,7 +66,7 @@ class HttpExchange:
 
     @property
     def behind(self) -> bool:
-        """So much waits for the client that no more is to be written before `drained`."""
+        """Whether to write nothing before `drained`, because too much waits for the client."""
         return bool(self._cycle.flow.write_paused) and not self._cycle.disconnected
 
     @property

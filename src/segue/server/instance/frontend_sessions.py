@@ -39,13 +39,13 @@ class FrontendSessions:
         self.deliver: Callable[[Item], None] | None = None
         self.sessions: dict[Incarnation, Session] = {}
         self.load: Load | None = None
-        #: who follows our prefix cache, and the number of what it was told last
+        #: followers of our prefix cache, with the number of the last message to each
         self._following: dict[Incarnation, int] = {}
-        #: of a prefill instance that answers routers
+        #: for a prefill instance that serves routers
         self.rooms: PrefillRendezvous | None = None
 
     def hello(self) -> bytes:
-        """A frontend needs to know nothing but what the registry says."""
+        """Empty: the registry's record is enough for a frontend."""
         return b""
 
     def accept(self, peer: PeerInfo) -> None:

@@ -146,7 +146,7 @@ class Instance:
         self.frontends.deliver = self.leader.inbox.put
         self._stack = AsyncExitStack()
         self._stop = asyncio.Event()
-        #: what the registry is to hear, one word after the other
+        #: changes for the registry, sent one after the other
         self._draining = False
         self._telling = asyncio.Event()
         self._registry: Registry | None = None
@@ -210,7 +210,7 @@ class Instance:
             self.plane.io.loop.call_later(LOOK_AGAIN_S, self._ask_load, self._reported)
 
     def _prefixes(self, only: Incarnation | None, events: list[KVEvent]) -> None:
-        """From the leader's thread."""
+        """Pass events of the prefix cache from the leader's thread to the I/O thread."""
         if only is None and self._publisher is not None:
             self._publisher.publish(events)
         self.plane.io.post(self.frontends.prefixes, only, self.scheduler.cache.pool.page_tokens, events)
@@ -436,7 +436,7 @@ class Instance:
             self._telling.set()
 
     async def _tell_registry(self) -> None:
-        """One word after the other, so that what was said last is heard last."""
+        """Send changes to the registry one after the other, so that the last one arrives last."""
         while True:
             await self._telling.wait()
             self._telling.clear()

@@ -1,4 +1,4 @@
-"""From the settings of an instance to what its leader, and each of its ranks, hands KV over with."""
+"""Turns the settings of an instance into the hand-off's configuration of its leader and each of its ranks."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class Leader:
         self._take(block=False)
         now, steps, answers = self.clock.now(), list[SequenceStep](), -1
         while not steps and len(self.scheduler.outbox) != answers:
-            # what ends while a step is planned gives its pages to others
+            # requests that end while a step is planned free pages for others
             answers = len(self.scheduler.outbox)
             steps = self._plan(now)
         self._flush()

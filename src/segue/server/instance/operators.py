@@ -57,7 +57,7 @@ class OperatorSessions:
         self._sight = sight
         self._steer = steer
         self._sessions: dict[LeaderId, Session] = {}
-        #: who waits for a change of the state, and what it was told last
+        #: sessions that wait for a change of the state, with the last state that each got
         self._watching: dict[LeaderId, tuple[Session, State]] = {}
 
     def hello(self) -> bytes:
@@ -131,7 +131,7 @@ class StatusReporter:
     def __init__(self, role: Role, frontends: FrontendSessions, limit: int) -> None:
         #: None for a unified instance
         self.manager: KVManager | None = None
-        #: what requests hold in the direct-mode server
+        #: resources of requests in the direct-mode server
         self.door: Callable[[], Mapping[str, int]] = dict
         self._role = role
         self._frontends = frontends

@@ -17,7 +17,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -112,6 +112,18 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def load_options(config: InstanceConfig, pool_bytes: int) -> dict[str, Any]:
+    """The keyword arguments that loading an engine and loading one rank's forward share."""
+    engine = config.engine
+    return {
+        "dtype": engine.dtype,
+        "pool_bytes": pool_bytes,
+        "page_tokens": engine.page_tokens,
+        "threads": engine.threads_per_worker or 1,
+        "cache": engine.cache,
+    }
+
+
 class HandOffs:
     """Makes the hand-off side of rank `number` over `link`, with the KV of `forward`: once for each role of
     its leader."""
@@ -188,15 +200,7 @@ def _serve(link: RankLink) -> None:
     )
     try:
         place = join(config.size, order.rank, meeting_point(order.port))
-        forward = load_forward(
-            Path(config.model),
-            dtype=config.engine.dtype,
-            pool_bytes=order.pool_bytes,
-            page_tokens=config.engine.page_tokens,
-            threads=config.engine.threads_per_worker or 1,
-            place=place,
-            cache=config.engine.cache,
-        )
+        forward = load_forward(Path(config.model), **load_options(config, order.pool_bytes), place=place)
     except Exception as exc:
         error = typed(exc, "loading")
         link.post(CannotWord(error.info))

@@ -40,6 +40,7 @@ from segue.server.instance.rank_process import (
     Messages,
     ServeOrder,
     SetUpOrder,
+    load_options,
 )
 from segue.server.settings.commands import InstanceConfig
 
@@ -75,7 +76,7 @@ class Workers:
 
     @property
     def links(self) -> list[RankLink]:
-        """By which orders go, rank 1 first."""
+        """The links for orders, rank 1 first."""
         return [worker.link for worker in self.all]
 
     def set_up(self, config: InstanceConfig, pool_bytes: int, port: int) -> None:
@@ -185,35 +186,27 @@ def open_replica(config: InstanceConfig) -> OpenedReplica:
     """Load the model on as many ranks as `config` says. Raises ConfigError, and PeerLost for a rank that has
     ended on the way."""
     pool_bytes = int((config.engine.kv_gib or 1.0) * 2**30)
-    folder, threads = Path(config.model), config.engine.threads_per_worker or 1
+    folder = Path(config.model)
     if config.dp_fds is not None:
-        return _opened_together(config, config.dp_fds, pool_bytes, folder, threads)
+        return _opened_together(config, config.dp_fds, pool_bytes, folder)
     if config.size.ranks == 1:
         from segue.engine.cpu.cpu_forward import load_engine
 
         engine = load_engine(
-            folder,
-            dtype=config.engine.dtype,
-            pool_bytes=pool_bytes,
-            page_tokens=config.engine.page_tokens,
-            threads=threads,
-            send_layers=config.engine.send_layers,
-            cache=config.engine.cache,
+            folder, **load_options(config, pool_bytes), send_layers=config.engine.send_layers
         )
         return OpenedReplica(engine, engine.memory)
     workers = Workers(config.size.ranks - 1, config.limit.limits())
     try:
-        return OpenedReplica(*_loaded(config, pool_bytes, folder, threads, workers), workers)
+        return OpenedReplica(*_loaded(config, pool_bytes, folder, workers), workers)
     except BaseException:
         workers.kill()  # nobody relies on one yet, and one that loads would leave later
         workers.close()
         raise
 
 
-def _opened_together(
-    config: InstanceConfig, fds: str, pool_bytes: int, folder: Path, threads: int
-) -> OpenedReplica:
-    """One of the DP ranks that share out the experts; it waits until all have loaded."""
+def _opened_together(config: InstanceConfig, fds: str, pool_bytes: int, folder: Path) -> OpenedReplica:
+    """One of the DP ranks that split the experts; it waits until all have loaded."""
     check_experts(folder, config.dp)
     from segue.engine.cpu.cpu_forward import load_forward
     from segue.engine.ranks.dp_forward import DpForward
@@ -221,16 +214,7 @@ def _opened_together(
     from segue.engine.replica_engine import make_engine
 
     rank = config.dp_rank or 0
-    own = load_forward(
-        folder,
-        dtype=config.engine.dtype,
-        pool_bytes=pool_bytes,
-        page_tokens=config.engine.page_tokens,
-        threads=threads,
-        dp_rank=rank,
-        dp_size=config.dp,
-        cache=config.engine.cache,
-    )
+    own = load_forward(folder, **load_options(config, pool_bytes), dp_rank=rank, dp_size=config.dp)
     links = [socket.socket(fileno=int(fd)) for fd in fds.split(",")]
     identity, limits = model_identity(own.fingerprint, config.engine.dtype), config.limit.limits()
     group = DpGroup(rank, config.dp, links, identity, limits=limits)
@@ -240,9 +224,7 @@ def _opened_together(
     return OpenedReplica(engine, engine.memory, expert_peers=forward)
 
 
-def _loaded(
-    config: InstanceConfig, pool_bytes: int, folder: Path, threads: int, workers: Workers
-) -> tuple[Engine, Memory]:
+def _loaded(config: InstanceConfig, pool_bytes: int, folder: Path, workers: Workers) -> tuple[Engine, Memory]:
     from segue.engine.cpu.cpu_forward import load_forward
     from segue.engine.ranks.collectives import join, meeting_point
     from segue.engine.ranks.parallel_replica import RanksForward
@@ -250,15 +232,7 @@ def _loaded(
 
     store = meeting_point()
     workers.set_up(config, pool_bytes, store.port)
-    own = load_forward(
-        folder,
-        dtype=config.engine.dtype,
-        pool_bytes=pool_bytes,
-        page_tokens=config.engine.page_tokens,
-        threads=threads,
-        place=join(config.size, 0, store),
-        cache=config.engine.cache,
-    )
+    own = load_forward(folder, **load_options(config, pool_bytes), place=join(config.size, 0, store))
     forward = RanksForward(own, workers.links, workers.loaded(own), workers.fail)
     workers.tell = forward.tell
     engine = make_engine(folder, own, forward)

@@ -236,12 +236,12 @@ class _Server:
             client.more()
 
     def subscribers(self) -> list[_Client]:
-        """Those whom every new batch is sent to."""
+        """The clients that get every new batch."""
         port = self._ports.get(b"PUB")
         return [client for client in port.clients if client.topics] if port is not None else []
 
     def place_of(self, number: int) -> int:
-        """Where the kept batches from `number` on begin."""
+        """The place of the first kept batch from `number` on."""
         places = range(self.first, self.end)
         return self.first + bisect_left(places, number, key=lambda place: self.kept[place][0])
 
@@ -356,7 +356,7 @@ class _Client(asyncio.Protocol):
         self.topics: set[bytes] = set()
         self.at = 0
         self._until: int | None = None
-        #: what of the batch at hand is not written
+        #: the unwritten rest of the current batch
         self._rest = memoryview(b"")
         #: frames that may be heard now, and since when
         self._hears, self._hears_at = float(HEARD_FRAMES), self._loop.time()
@@ -364,11 +364,11 @@ class _Client(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """It has subscribed, or is being answered."""
+        """Whether the client has subscribed, or is being answered."""
         return bool(self.topics) or self._asking()
 
     def _asking(self) -> bool:
-        """It is being answered."""
+        """Whether the client is being answered."""
         return self._until is not None
 
     def _may_write(self) -> bool:

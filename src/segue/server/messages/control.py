@@ -44,7 +44,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Leader → frontend, whenever it changed, at most every 100 ms: what placement needs."""
+    """Leader → frontend, after a change, at most every 100 ms: the load, for placement."""
 
     dp_rank: int
     running: int
@@ -53,20 +53,20 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pages_free: int
     pages_total: int
     pages_quarantined: int = 0
-    #: of a model that keeps a state beside its KV: one for each sequence; else all 0
+    #: state slots, one per sequence; 0 for models without a recurrent state
     slots_free: int = 0
     slots_total: int = 0
     slots_quarantined: int = 0
     draining: bool = False
     #: draining, and no request, hand-off or quarantined page is left
     drained: bool = False
-    #: of decode: prompts of which at most so many tokens are uncached are computed here, without a hand-off,
-    #: and longer ones where nobody else can; None: none
+    #: decode computes prompts with at most so many uncached tokens itself, without a hand-off, and longer
+    #: ones if no other instance can; None: no prompts
     local_tokens: int | None = None
 
     @property
     def pages(self) -> dict[str, int]:
-        """How many pages are in each state."""
+        """The number of pages in each state."""
         return _by_state(self.pages_total, self.pages_free, self.pages_quarantined)
 
     @property

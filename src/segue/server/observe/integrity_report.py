@@ -37,7 +37,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def busy(tables: Mapping[str, int]) -> dict[str, int]:
-    """Those of `tables` that must be empty at rest and are not."""
+    """The tables out of `tables` that must be empty at rest and are not."""
     return {name: count for name, count in tables.items() if count and name not in STANDING}
 
 

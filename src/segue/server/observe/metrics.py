@@ -42,12 +42,12 @@ class QuickHistogram(Collector):
         registry.register(self)
 
     def observe(self, value: float) -> None:
-        """One more; `value` is a number."""
+        """Record one more value; `value` is a number."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """As prometheus shows it."""
+        """The histogram in prometheus' form."""
         names = map(floatToGoString, self._bounds)
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(*self._about, buckets=buckets, sum_value=self._sum)

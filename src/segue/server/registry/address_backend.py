@@ -1,8 +1,8 @@
-"""No registry: a list of addresses, or a name that resolves to them, and the instances say who they are.
+"""No registry: a list of addresses, or a name that resolves to them; the instances send their records.
 
 A session with each address is kept open. It proves the secret on both sides, and its handshake carries the
 record of the rank that listens there. An address that does not answer is tried again every `AGAIN_S`, and a
-name is resolved as often. Nobody keeps rooms.
+name is resolved as often. No process keeps rooms.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from segue.kv import (
     SegueError,
     new_incarnation,
 )
-from segue.kv.session import PeerInfo, Session, SessionNode, Tls, keep_running
+from segue.kv.session import PeerInfo, Session, SessionHandler, SessionNode, Tls, keep_running
 from segue.server.messages.operate import OperatorMessage
 from segue.server.registry.backends import RegistryBackend
 from segue.server.registry.listed import Shown
 from segue.server.registry.registry_records import (
+    SERVING,
     DrainFlag,
     InstanceList,
     InstanceRecord,
@@ -43,13 +44,27 @@ log = logging.getLogger(__name__)
 
 AGAIN_S = 2.0
 MAX_ADDRESSES = 512
-_SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
 
 Address = tuple[str, int]
 
 
+def operator_node(
+    handler: SessionHandler, secret: bytes | None, limits: Limits, tls: Tls | None
+) -> SessionNode:
+    """A node that dials serving instances as an operator."""
+    return SessionNode(
+        me=LeaderId(new_incarnation()),
+        role=Role.OPERATOR,
+        secret=secret,
+        handlers=dict.fromkeys(SERVING, handler),
+        message_type=OperatorMessage,
+        limits=limits,
+        tls=tls,
+    )
+
+
 class AddressBackend(RegistryBackend):
-    """Those who answer at the addresses of `url`, `static://…` or `dns://…`; it handles the sessions, too."""
+    """The instances at the addresses of `url`, `static://…` or `dns://…`; it also handles the sessions."""
 
     def __init__(self, url: str, secret: bytes | None, limits: Limits, tls: Tls | None) -> None:
         self._places = registry_places(url)
@@ -67,15 +82,7 @@ class AddressBackend(RegistryBackend):
         #: why an address does not answer, said once
         self._said: dict[Address, str] = {}
         self._task: asyncio.Task[None] | None = None
-        self._node = SessionNode(
-            me=LeaderId(new_incarnation()),
-            role=Role.OPERATOR,
-            secret=secret,
-            handlers=dict.fromkeys(_SERVING, self),
-            message_type=OperatorMessage,
-            limits=limits,
-            tls=tls,
-        )
+        self._node = operator_node(self, secret, limits, tls)
 
     # ---- SessionHandler -------------------------------------------------------------------------
 
@@ -162,7 +169,7 @@ class AddressBackend(RegistryBackend):
         return Registered(version=0, epoch="", complete=record.dp_size == 1)
 
     async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
-        """It tells its frontends itself."""
+        """Nothing to do: the instance itself informs its frontends."""
 
     async def delete(self, leader: LeaderId) -> None:
         """Its sessions end."""

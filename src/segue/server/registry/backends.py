@@ -155,7 +155,7 @@ def _origin(request: httpx.Request) -> str:
 
 
 class HttpBackend(RegistryBackend):
-    """To the registry at `url`, over HTTP(S); `transport` takes the place of sockets in a test."""
+    """The registry at `url`, over HTTP(S); `transport` takes the place of sockets in a test."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ def _ssl_error(error: BaseException) -> ssl.SSLError | None:
 
 
 class StoreBackend(RegistryBackend):
-    """To a store in this process."""
+    """A registry store in this process."""
 
     def __init__(self, store: RegistryStore, clock: Clock) -> None:
         self._store = store

@@ -291,7 +291,7 @@ class BackendRegistry:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _remember(self, room: int, mine: tuple[LeaderId, float]) -> None:
-        """As one of those that a registry is told again, if there is room for it."""
+        """Remember a room, to register it again after a registry's restart, if there is space."""
         if len(self._rooms) >= self._max_rooms:
             now = self._clock.now()
             self._rooms = {room: mine for room, mine in self._rooms.items() if mine[1] > now}
@@ -354,8 +354,8 @@ class BackendRegistry:
             await self.backend.put_room(room, body)
 
     async def _say_rooms(self) -> None:
-        """To a registry that has forgotten them, the newest first, for which somebody waits; as many as there
-        is time for between two words that we live."""
+        """Register rooms again with a restarted registry, the newest first; as many as fit between two
+        keep-alives."""
         self._forgotten.clear()
         pause_at = self._clock.now() + self._ttl_s / 3
         while self._unsaid_rooms:

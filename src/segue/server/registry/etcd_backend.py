@@ -85,7 +85,7 @@ class EtcdBackend(RegistryBackend):
         self._ttl_s = limits.registry_ttl_s
         self._mirror = _Mirror(self._etcd, self._seal, self._ranks, self._ttl_s, clock or SystemClock())
         self._clock = clock or SystemClock()
-        #: what this process has registered: its key, and the lease
+        #: registrations of this process: key and lease
         self._own: dict[LeaderId, tuple[bytes, int]] = {}
         self._sizes: dict[Incarnation, int] = {}
         self._gone: OrderedDict[LeaderId, None] = OrderedDict()
@@ -263,7 +263,7 @@ class EtcdBackend(RegistryBackend):
             return None
 
     async def _lease_for_rooms(self, ttl_s: float) -> int:
-        """One that lives for `ttl_s` more, and not for much longer."""
+        """A lease that lives for `ttl_s` more, and not for much longer."""
         if self._clock.now() + ttl_s > self._room_lease_ends:
             whole_s = math.ceil(ttl_s) + _ROOM_LEASE_S
             began = self._clock.now()

@@ -8,6 +8,9 @@ import msgspec
 
 from segue.kv import Incarnation, LeaderId, Role
 
+#: The roles whose instances serve requests.
+SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
+
 
 class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One data-parallel rank of an instance: where its leader's session listens.

@@ -265,7 +265,7 @@ class RegistryServer:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine find it; a wildcard host is shown as loopback."""
+        """The URL for clients on this machine; a wildcard host is shown as loopback."""
         return url_of(self._scheme, self.host, self.port)
 
     async def started(self) -> None:

@@ -69,7 +69,7 @@ class _Entry:
         return not any(rank.alive for rank in self.ranks.values())
 
     def shown(self) -> InstanceRecord:
-        """As others see it."""
+        """The record as others see it."""
         alive = [rank for _, rank in sorted(self.ranks.items()) if rank.alive]
         return msgspec.structs.replace(
             self.record,
@@ -277,7 +277,7 @@ class RegistryStore:
             self._changed()
 
     def next_expiry(self) -> float | None:
-        """Not later than when `expire` will next have something to do, on the store's clock."""
+        """A time, on the store's clock, by which `expire` must be called next."""
         return self._due[0][0] if self._due else None
 
     def subscribe(self, topic: int, watcher: Callable[[], None]) -> Callable[[], None]:
@@ -314,7 +314,7 @@ class RegistryStore:
             self._take_out(holder, PeerRestarted)
 
     def _take_out(self, leader: LeaderId, why: type[SegueError]) -> None:
-        """One rank is gone for good; without it the others stay, as long as one of them is heard of."""
+        """Remove one rank for good; the others stay as long as one of them is alive."""
         self._past[leader] = why
         while len(self._past) > self._max_instances:
             self._past.popitem(last=False)

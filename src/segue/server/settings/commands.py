@@ -311,7 +311,7 @@ class InstanceConfig:
 
     @property
     def registry_url(self) -> str:
-        """Where the registry is: the given one, or the one that this instance runs."""
+        """The registry's URL: the given one, or the one that this instance runs."""
         own = f"{self.tls.scheme}://{bracket(self.peer_host)}:{self.bootstrap_port}"
         return self.registry or own
 

@@ -189,8 +189,8 @@ def settings(cls: type) -> dict[str, Setting]:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Where settings come from, the earlier one wins: `flags` (key to text, or True), the process's
-    variables, and the tables of a TOML file."""
+    """The sources of settings, the earlier one wins: `flags` (key to text, or True), the process's variables,
+    and the tables of a TOML file."""
 
     flags: Mapping[str, object] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)

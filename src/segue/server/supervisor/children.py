@@ -111,7 +111,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Not yet reaped."""
+        """The child is not yet reaped."""
         return not self.exited.done()
 
     def signal(self, number: signal.Signals) -> None:

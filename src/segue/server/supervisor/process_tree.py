@@ -88,7 +88,7 @@ class Unit:
         self.url, self.since, self.restarting = report.url, now, False
 
     def ended(self, now: float) -> float | None:
-        """It failed: the pause before the next start, None if there is none."""
+        """The unit has failed: the pause before the next start, None if there is none."""
         assert self.restarts is not None
         served_s = 0.0 if self.since is None else now - self.since
         self.since = None
