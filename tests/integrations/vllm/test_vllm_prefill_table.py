@@ -55,7 +55,7 @@ def test_sequential_the_answer_names_the_room_that_is_opened_with_the_whole_prom
     assert expect == ExpectOrder(1, RoomKey(1000), 10, claim, budget_s=60.0, retain_s=pytest.approx(0.1))
     assert (send.start, send.end, len(send.blocks), send.last, send.ready) == (0, 10, 3, True, True)
     engine.quiet()
-    assert engine.table.outcomes == {"OK": 1}
+    assert engine.table.take_figures().outcomes == {"OK": 1}
 
 
 def test_sequential_the_pages_of_a_room_are_nobody_elses_until_its_release() -> None:
@@ -180,7 +180,7 @@ def test_concurrent_a_preemption_after_the_last_chunk_leaves_the_hand_off_alone(
     engine.complete()
     assert step(engine) == [], "the prompt is computed again and sent once"
     engine.quiet()
-    assert engine.table.outcomes == {"OK": 1}
+    assert engine.table.take_figures().outcomes == {"OK": 1}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_concurrent_an_abort_after_the_last_chunk_lets_decode_have_the_kv() -> N
     engine.abort("r1")
     assert engine.table.take_orders() == []
     engine.quiet()
-    assert engine.table.outcomes == {"OK": 1}
+    assert engine.table.take_figures().outcomes == {"OK": 1}
 
 
 @pytest.mark.parametrize("released", [False, True])
@@ -216,7 +216,7 @@ def test_concurrent_a_hand_off_that_fails_stops_its_chunks_and_not_its_request(r
     step(engine, 1)
     assert step(engine) == []
     assert engine.ends == {"r1": RequestEnd.LENGTH}
-    assert engine.table.outcomes == {"PEER_LOST": 1}
+    assert engine.table.take_figures().outcomes == {"PEER_LOST": 1}
     engine.quiet()
 
 
@@ -329,7 +329,7 @@ def test_a_release_without_an_end_is_a_failure() -> None:
     step(engine)
     step(engine)
     engine.table.results([BlocksReleased(1)])
-    assert engine.table.outcomes == {"INTERNAL": 1}
+    assert engine.table.take_figures().outcomes == {"INTERNAL": 1}
     assert len(engine.pool.free) == len(engine.pool.blocks)
 
 

@@ -1,4 +1,5 @@
-"""`SegueConnector`: vLLM's connector class of both roles. The one module that imports vLLM.
+"""`SegueConnector`: vLLM's connector class of both roles. Beside `vllm_stats` the one module that imports
+vLLM.
 
 vLLM makes two objects of it. The scheduler's turns vLLM's calls into a table's (`vllm_table`) and carries its
 orders to the worker in each step's metadata; the worker's gives them to a `WorkerSide` and carries its
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from segue.integrations.vllm.vllm_claim import ModelFacts
 from segue.integrations.vllm.vllm_decode_table import DecodeTable
@@ -38,6 +40,7 @@ from segue.integrations.vllm.vllm_params import PeerAddress
 from segue.integrations.vllm.vllm_prefill_table import PrefillTable
 from segue.integrations.vllm.vllm_settings import LoadFailurePolicy, check_engine, parse_settings
 from segue.integrations.vllm.vllm_shared_pool import SharedPoolMode
+from segue.integrations.vllm.vllm_stats import SeguePromMetrics, SegueStats, StatsRecorder
 from segue.integrations.vllm.vllm_table import SchedulerTable
 from segue.integrations.vllm.vllm_worker import WorkerSide
 from segue.kv import ConfigError, Incarnation, Internal, LeaderId, Role, model_identity
@@ -93,6 +96,7 @@ class SegueConnector(KVConnectorBase_V1):
         self._table: SchedulerTable | None = None
         self._worker: WorkerSide | None = None
         self._shared = SharedPoolMode()
+        self._recorder = StatsRecorder()
         self._reports: list[Report] = []
 
     # ---- scheduler side ----------------------------------------------------------------------
@@ -162,6 +166,26 @@ class SegueConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         """Orders and reports travel in steps."""
         return self._scheduler.has_work()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What became of hand-offs since the last step; the worker's object has nothing to add."""
+        return None if self._table is None else self._recorder.stats(self._table.take_figures())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """See KVConnectorBase_V1."""
+        return SegueStats(data=data) if data else SegueStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """See KVConnectorBase_V1."""
+        return SeguePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
     def _scheduler(self) -> SchedulerTable:

@@ -107,10 +107,13 @@ Order = ExpectOrder | SendOrder | ReceiveOrder | RefuseOrder | AbortOrder | Decl
 
 
 class HandoffEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """The hand-off succeeded, or failed with `error`. Its blocks may still belong to the peer."""
+    """The hand-off succeeded, or failed with `error`. Its blocks may still belong to the peer. `nbytes` of KV
+    were moved in `wire_s` seconds."""
 
     handoff: int
     error: ErrorInfo | None = None
+    nbytes: int = 0
+    wire_s: float = 0.0
 
 
 class BlocksReleased(msgspec.Struct, frozen=True, tag="released"):

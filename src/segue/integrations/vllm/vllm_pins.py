@@ -50,3 +50,7 @@ class BlockPins:
     def blocks(self) -> int:
         """The number of references held."""
         return sum(map(len, self._held.values()))
+
+    def blocks_of(self, handoff: int) -> int:
+        """The number of references that one hand-off holds."""
+        return len(self._held.get(handoff, ()))

@@ -65,6 +65,19 @@ class PassedIds:
     failed_recving: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class HandoffFigures:
+    """What became of hand-offs since the last figures: how many ended with each error code (`OK`: success),
+    bytes and seconds of each success. At this moment: blocks that are pinned, and those of them whose
+    hand-off has failed (in quarantine)."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    nbytes: list[int] = field(default_factory=list)
+    wire_s: list[float] = field(default_factory=list)
+    pinned: int = 0
+    quarantined: int = 0
+
+
 class SchedulerTable(ABC):
     """What the scheduler side of one vLLM engine knows of its hand-offs.
 
@@ -86,13 +99,13 @@ class SchedulerTable(ABC):
         self.settings = settings
         self.secret = secret
         self.pins = BlockPins(pool)
-        #: hand-offs that ended, by error code; `OK` for those that succeeded
-        self.outcomes: Counter[str] = Counter()
+        self._figures = HandoffFigures()
         self._orders: list[Order] = []
         self._numbers = itertools.count(1)
         #: request of each hand-off whose release is not proven
         self._open: dict[int, str] = {}
         self._ended: set[int] = set()
+        self._failed: set[int] = set()
         self._warnings: deque[str] = deque(maxlen=_MAX_WARNINGS)
         self._warned: dict[str, None] = {}
 
@@ -137,11 +150,15 @@ class SchedulerTable(ABC):
                 continue
             if isinstance(report, HandoffEnded):
                 self._end(report.handoff, report.error)
+                if report.error is None:
+                    self._figures.nbytes.append(report.nbytes)
+                    self._figures.wire_s.append(report.wire_s)
             elif isinstance(report, BlocksReleased):
                 # Without an end before it, the KV cannot be relied on.
                 self._end(report.handoff, Internal("the worker released a hand-off that had no end").info)
                 del self._open[report.handoff]
                 self._ended.remove(report.handoff)
+                self._failed.discard(report.handoff)
                 self.pins.release(report.handoff)
         passed = self._pass(finished_recving, failed_recving)
         for name, ids, kept in (
@@ -169,6 +186,13 @@ class SchedulerTable(ABC):
         warnings = list(self._warnings)
         self._warnings.clear()
         return warnings
+
+    def take_figures(self) -> HandoffFigures:
+        """The figures since the last call."""
+        figures, self._figures = self._figures, HandoffFigures()
+        figures.pinned = self.pins.blocks()
+        figures.quarantined = sum(map(self.pins.blocks_of, self._failed))
+        return figures
 
     def sizes(self) -> dict[str, int]:
         """The number of entries of every table, for leak checks: all 0 at rest."""
@@ -211,8 +235,9 @@ class SchedulerTable(ABC):
         if handoff in self._ended:
             return
         self._ended.add(handoff)
-        self.outcomes["OK" if error is None else error.code.value] += 1
+        self._figures.outcomes["OK" if error is None else error.code.value] += 1
         if error is not None:
+            self._failed.add(handoff)
             self.warn(f"hand-off of {self._open[handoff]} failed: {error.code.value}: {error.text}")
         self._on_ended(handoff, self._open[handoff], error)
 

@@ -119,8 +119,6 @@ class WorkerSide:
         self._results = StepResults()
         #: why no hand-off is possible any more
         self._lost: SegueError | None = None
-        self.bytes_moved = 0
-        self.seconds_moved = 0.0
         offered = KINDS.offered(",".join(settings.transport) or "auto", pool.memory)
         usable = [name for name, reason in offered.items() if reason == USABLE]
         if not usable:
@@ -325,10 +323,7 @@ class WorkerSide:
 
     def _on_phase(self, half: _Half, change: Phase) -> None:
         if change.phase.terminal:
-            self._end(half, change.error)
-            if change.phase is KVPoll.SUCCESS:
-                self.bytes_moved += change.nbytes
-                self.seconds_moved += change.wire_s
+            self._end(half, change.error, change.nbytes, change.wire_s)
         elif change.phase is KVPoll.WAITING_FOR_INPUT and isinstance(half.handle, KVReceiver):
             half.handle.publish(half.pages, half.prefix)
 
@@ -352,11 +347,11 @@ class WorkerSide:
         self._peers[leader] = peer = self._peers.pop(leader, _Peer())
         return peer
 
-    def _end(self, half: _Half, error: ErrorInfo | None) -> None:
+    def _end(self, half: _Half, error: ErrorInfo | None, nbytes: int = 0, wire_s: float = 0.0) -> None:
         if half.ended:
             return
         half.ended, half.failed = True, error is not None
-        self._results.reports.append(HandoffEnded(half.handoff, error))
+        self._results.reports.append(HandoffEnded(half.handoff, error, nbytes, wire_s))
         if half.request_id:
             self._name(half.request_id, failed=error is not None)
 
