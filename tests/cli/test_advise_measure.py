@@ -120,8 +120,8 @@ def test_what_was_measured_is_saved_for_the_next_time(
     config = AdviseConfig(
         model="m", cache="c", dtype="float32", threads=2, measure=True, save=str(file), rate=1.0
     )
-    machine = advise._measure(config)
-    assert advise._read(str(file)) == machine
+    machine = advise.measure_machine(config)
+    assert advise.read_machine(str(file)) == machine
     assert (machine.model, machine.dtype, machine.threads, machine.forwards) == (
         "c",
         "float32",

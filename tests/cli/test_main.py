@@ -481,7 +481,7 @@ def test_a_command_that_is_ended_says_so_and_is_no_success(
     def ended(_words: list[str]) -> int:
         raise raised
 
-    monkeypatch.setattr(cli_main, "_run", ended)
+    monkeypatch.setattr(cli_main, "run_command", ended)
     assert main(["serve"]) == status
     assert capsys.readouterr().err.startswith("segue: ")
 
@@ -496,7 +496,7 @@ def test_who_reads_no_longer_costs_a_status_and_no_second_error(monkeypatch: pyt
             out.write("a line")
             raise BrokenPipeError
 
-        monkeypatch.setattr(cli_main, "_run", talks)
+        monkeypatch.setattr(cli_main, "run_command", talks)
         monkeypatch.setattr(sys, "stdout", out)
         assert main(["ps"]) == 1
         out.flush()

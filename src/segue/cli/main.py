@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(words)
+        return run_command(words)
     except ConfigError as exc:
         print(f"segue: {exc}", file=sys.stderr)
         return 2
@@ -119,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(words: list[str]) -> int:
+def run_command(words: list[str]) -> int:
+    """Run the command of `words`; its exit status. Raises its errors."""
     top, commands = parser()
     first = next((w for w in words if not w.startswith("-")), "")
     if first and first not in commands:

@@ -205,8 +205,8 @@ def test_a_leader_that_is_silent_or_leaves_is_told_apart() -> None:
 
         leaving.answers[GetStatus] = leave
         with pytest.raises(PeerLost, match="decode aaaaaaaa dp1 left"):
-            await world.operator._ask(record, record.replicas[1], GetStatus(), lambda _: None, DEADLINE_S)
-        asking = world.operator._ask(record, record.replicas[0], GetStatus(), lambda _: None, DEADLINE_S)
+            await world.operator.ask(record, record.replicas[1], GetStatus(), lambda _: None, DEADLINE_S)
+        asking = world.operator.ask(record, record.replicas[0], GetStatus(), lambda _: None, DEADLINE_S)
         asked = asyncio.ensure_future(asking)
         await silent.until(lambda: bool(silent.asked))
         jumps.over(DEADLINE_S)

@@ -11,8 +11,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from conftest import CHATML, make_tokenizer
-from segue.engine.request import Request, SamplingParams
+from segue.engine.request import Output, Request, SamplingParams
+from segue.kv.ids import FinishReason
 from segue.server.frontend.chat import MAX_MESSAGES, MAX_TOOLS, check_messages
+from segue.server.frontend.generate import Sample
 from segue.server.frontend.native import NativeSampling, as_completion, native_plan, read_native
 from segue.server.frontend.openai_types import BodyReader, ChatBody, CompletionBody
 from segue.server.frontend.params import (
@@ -53,6 +55,13 @@ def planned(tokenizer: ModelTokenizer, body: dict[str, Any]) -> Plan:
 
 def requests(tokenizer: ModelTokenizer, body: dict[str, Any]) -> list[Request]:
     return [sample.request for sample in planned(tokenizer, body).samples]
+
+
+def text_of(tokenizer: ModelTokenizer, sample: Sample, text: str, stop_token: int | None = None) -> str:
+    """The text that a client gets of a whole answer with the tokens of `text`."""
+    finish = FinishReason.LENGTH if stop_token is None else FinishReason.STOP
+    ids = tokenizer.encode(text, special=False)
+    return sample.feed(Output(request_id="r", token_ids=ids, finish=finish, stop_token=stop_token)).text
 
 
 def sampled(tokenizer: ModelTokenizer, body: dict[str, Any]) -> SamplingParams:
@@ -232,10 +241,11 @@ def test_how_text_is_shown_and_ranks_are_asked_for(tokenizer: ModelTokenizer) ->
         assert sampled(tokenizer, base | {"top_k": -1}).top_k == 0
         for asked, shown in ((None, False), (True, False), (False, True)):
             (sample,) = planned(tokenizer, base | {"skip_special_tokens": asked, "stop": "x"}).samples
-            assert (sample._detokenizer._skip_special, sample._stops.watches) == (not shown, True)
+            assert text_of(tokenizer, sample, "b<|im_start|>axc") == ("b<|im_start|>a" if shown else "ba")
         for asked in (None, True, False):
             (sample,) = planned(tokenizer, base | {"include_stop_str_in_output": asked}).samples
-            assert sample._keep_stop_token is bool(asked)
+            [last] = tokenizer.encode("b", special=False)
+            assert text_of(tokenizer, sample, "ab", stop_token=last) == ("ab" if asked else "a")
         usage = [
             planned(tokenizer, base | {"stream": True, "stream_options": options}).include_usage
             for options in (None, {}, {"include_usage": False}, {"include_usage": True})
@@ -454,8 +464,10 @@ def test_marks_of_calls_that_are_special_tokens_are_decoded_and_stop_strings_sta
         assert isinstance(parser, FirstCall) is not parallel
         parsers.append(parser)
         special = isinstance(parser_for(template), LlamaParser | MistralParser)
-        assert (parser.keep_special, choice.sample._detokenizer._skip_special) == (special, not special)
-        assert choice.sample._stops.watches
+        assert parser.keep_special is special
+        assert text_of(tokenizer, choice.sample, "b[TOOL_CALLS]axc") == (
+            "b[TOOL_CALLS]a" if special else "ba"
+        )
     assert parsers[0] is not parsers[1], "each sample has one of its own"
 
 

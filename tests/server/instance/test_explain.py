@@ -217,13 +217,13 @@ def test_a_request_that_waited_shows_where(made: Cluster, capsys: pytest.Capture
 def test_what_goes_on_is_told_so_far_and_a_silent_frontend_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Operator._ask
+    asked = Operator.ask
 
     async def ask(self: Operator, record: Any, where: Any, question: Explain, done: Any, _: float) -> Any:
         # The frontend answers nothing; the instances may take their time.
         return await asked(self, record, where, question, done, 0.3 if question.frontend else 60.0)
 
-    monkeypatch.setattr(Operator, "_ask", ask)
+    monkeypatch.setattr(Operator, "ask", ask)
     with deployment(Role.PREFILL, Role.DECODE) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         made.front.submit("held", list(range(9)), p, d, only=d)

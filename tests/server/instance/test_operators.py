@@ -164,13 +164,13 @@ def test_a_drain_that_does_not_end_in_time_says_what_is_left(
 def test_an_instance_that_does_not_answer_is_a_row_that_says_so(
     made: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = Operator._ask
+    asked = Operator.ask
 
     async def ask(self: Operator, record: Any, where: ReplicaRecord, *rest: Any) -> Any:
         *question, _ = rest  # the others may take their time, or they would be as silent on a starved machine
         return await asked(self, record, where, *question, 0.3 if where.port == port else 60.0)
 
-    monkeypatch.setattr(Operator, "_ask", ask)
+    monkeypatch.setattr(Operator, "ask", ask)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         port = deaf.getsockname()[1]
         where = ReplicaRecord(dp_rank=0, host="127.0.0.1", port=port)

@@ -117,7 +117,7 @@ def report_of(config: AdviseConfig) -> AdviseReport:
 
 def _speed(config: AdviseConfig, given: tuple[HandOffWire, ...]) -> _WorkerSpeed:
     if config.measure or config.measured is not None:
-        machine = _read(config.measured) if config.measured is not None else _measure(config)
+        machine = read_machine(config.measured) if config.measured is not None else measure_machine(config)
         steps = fit(machine.forwards)
         return _WorkerSpeed(
             model=machine.model,
@@ -155,7 +155,8 @@ def _costs(config: AdviseConfig) -> ModelCosts:
     return advise_model.costs(advise_model.found(config.model), dtype)
 
 
-def _measure(config: AdviseConfig) -> MeasuredMachine:
+def measure_machine(config: AdviseConfig) -> MeasuredMachine:
+    """Measure this machine's engine and transports, and write the file of `--save`. Raises ConfigError."""
     need("advise --measure")
     assert config.model is not None
     folder = models.resolve(config.model, config.cache)
@@ -188,7 +189,8 @@ def _measure(config: AdviseConfig) -> MeasuredMachine:
     return machine
 
 
-def _read(name: str) -> MeasuredMachine:
+def read_machine(name: str) -> MeasuredMachine:
+    """The measurement in the file `name`. Raises ConfigError."""
     try:
         machine = msgspec.json.decode(Path(name).read_bytes(), type=MeasuredMachine)
     except OSError as exc:

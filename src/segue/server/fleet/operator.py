@@ -132,7 +132,7 @@ class Operator:
             draining=where.draining,
         )
         try:
-            sight = await self._ask(record, where, GetStatus(), _sight, ASK_S)
+            sight = await self.ask(record, where, GetStatus(), _sight, ASK_S)
         except SegueError as error:
             return msgspec.structs.replace(row, trouble=error.info.text)
         return msgspec.structs.replace(row, sight=sight)
@@ -172,7 +172,7 @@ class Operator:
         async def turn(where: ReplicaRecord) -> None:
             while True:
                 try:
-                    state = await self._ask(record, where, Switch(role, turn=True), stays, timeout_s)
+                    state = await self.ask(record, where, Switch(role, turn=True), stays, timeout_s)
                 except PeerLost:
                     return  # it has left, to come back
                 if state == "serving":
@@ -212,7 +212,7 @@ class Operator:
         """The registry lists it no more. One that begins anew lists nobody for a while, so ask itself."""
         [where] = [where for where in record.replicas if where.dp_rank == rank]
         try:
-            await self._ask(record, where, GetStatus(), _sight, ASK_S)
+            await self.ask(record, where, GetStatus(), _sight, ASK_S)
         except SegueError as error:
             raise PeerLost(
                 f"{record.role} {LeaderId(record.incarnation, rank)} has left again before all of its DP "
@@ -241,7 +241,7 @@ class Operator:
                 return sight if sight.state == wanted else None
 
             try:
-                await self._ask(record, where, order, done, timeout_s)
+                await self.ask(record, where, order, done, timeout_s)
             except DeadlineExceeded as error:
                 if last is None:
                     raise
@@ -279,11 +279,11 @@ class Operator:
             return answer if frontend in (None, *answer.frontends) else None
 
         try:
-            return await self._ask(record, where, Explain(request_id, frontend), done, ASK_S)
+            return await self.ask(record, where, Explain(request_id, frontend), done, ASK_S)
         except SegueError as error:
             return error
 
-    async def _ask(
+    async def ask(
         self,
         record: InstanceRecord,
         where: ReplicaRecord,
@@ -291,7 +291,8 @@ class Operator:
         done: Callable[[OperatorMessage], T | None],
         timeout_s: float,
     ) -> T:
-        """Ask one leader, and wait for the answer that `done` makes something of."""
+        """Query one leader; the first value that `done` returns for one of its answers, within `timeout_s`
+        seconds. Raises DeadlineExceeded, and PeerLost if the leader leaves."""
         leader = LeaderId(record.incarnation, where.dp_rank)
         inbox: asyncio.Queue[OperatorMessage | SegueError] = asyncio.Queue()
         self._inboxes.setdefault(leader, []).append(inbox)
