@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from segue.kv.ids import RankCoord, Span
-from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.layout.spec import KVShape, PlaneSpec, PoolSpec
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -102,3 +104,20 @@ def image(
             plane = np.ndarray(shape, np.uint8, pool.data, spec.offset(layer, value, 0))
             plane[slots] = wanted
     return pool
+
+
+def laid_out(spec: PoolSpec, order: str) -> PoolSpec:
+    """The same pool in one region with its axes in this order, the outermost first: `L`ayers, `K` and V,
+    pages (`N`), tokens of a page (`B`), `H`eads. Layer-major where there is none."""
+    if not order:
+        return spec
+    sizes = {"L": spec.layer_count, "K": 2, "N": spec.pages, "B": spec.page_tokens, "H": spec.head_count}
+    strides, extent = {}, spec.shape.k_dim * spec.shape.item_bytes
+    for axis in reversed(order):
+        strides[axis] = extent
+        extent *= sizes[axis]
+    planes = tuple(
+        PlaneSpec(0, layer * strides["L"] + value * strides["K"], strides["N"], strides["B"], strides["H"])
+        for layer, value in product(range(spec.layer_count), (0, 1))
+    )
+    return msgspec.structs.replace(spec, regions=(extent,), planes=planes)

@@ -73,6 +73,14 @@ class ChecksumMode(enum.StrEnum):
     OFF = "off"
 
 
+class ChecksumKind(enum.StrEnum):
+    """How a checksum is computed, the preferred one first: `XXH3` (XXH3-64) reads memory of a host, `WORDS`
+    (`kv.ranks.word_checksum`) also that of a device."""
+
+    XXH3 = "xxh3-64"
+    WORDS = "words-64"
+
+
 class LeaderId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """The identity of one replica in sessions, hand-offs and error records: the `incarnation` of its process
     and its data-parallel rank `dp_rank`, 0 for an engine without DP. A frontend has one too, of rank 0.

@@ -22,7 +22,7 @@ from segue.kv.errors import (
     TransferFailed,
 )
 from segue.kv.handles import Handles, OnChange
-from segue.kv.ids import Incarnation, LeaderId, RankId, Role, RoomKey, TransferId
+from segue.kv.ids import ChecksumMode, Incarnation, LeaderId, RankId, Role, RoomKey, TransferId
 from segue.kv.io import MonotonicClock
 from segue.kv.peers import Compatibility, PathSpeed, Peer
 from segue.kv.protocol import events
@@ -92,6 +92,8 @@ class KVManager(Handles):
             endpoints=self._ranks.endpoints,
             max_transfers=config.limits.max_transfers,
             scratch=self._ranks.scratch,
+            checksums=self._ranks.checksums,
+            unchecked=config.kv_checksum is ChecksumMode.OFF,
         )
         self.compatibility = Compatibility(config.role, info, runtime.transports)
         self.exchange = runtime.exchange(
@@ -308,8 +310,11 @@ class KVManager(Handles):
             case events.PostWrite() | events.Relay() | events.Grant() | events.Fence():
                 self._move(effect)
             case events.ComputeChecksum():
-                # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
-                self.io.loop.call_soon(self._digest, effect)
+                if effect.ready is not None:
+                    self._digest(effect)  # a fence that follows must find what waits
+                else:
+                    # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
+                    self.io.loop.call_soon(self._digest, effect)
             case events.Phase() | events.Release() | events.Quarantined():
                 self._tell_engine(effect)
             case events.AskRoom() | events.RegisterRoom() | events.RoomSettled():
@@ -449,7 +454,8 @@ class KVManager(Handles):
         """Open the path to its memory, then tell the protocol."""
         joined, leader = self.compatibility.checked(session.peer), session.peer.leader
         plan, transport = joined.plan, joined.transport
-        peer = Peer(session, joined.info, transport, PathSpeed(transport), plan, joined.probe)
+        speed = PathSpeed(transport)
+        peer = Peer(session, joined.info, transport, speed, plan, joined.probe, checksum=joined.checksum)
         self._peers[leader] = peer
         needed = self._peers.keys() | self.exchange.peers()
         self._ranks.choose(leader, transport, plan.pairs, needed, plan.relays)
@@ -473,7 +479,7 @@ class KVManager(Handles):
         peer.opening, who = None, peer.session.peer
         about = (who.role.value, who.leader, who.address, peer.transport)
         log.info("peer joined role=%s leader=%s address=%s transport=%s", *about)
-        self._handle(events.PeerUp(who.leader, peer.plan, peer.transport))
+        self._handle(events.PeerUp(who.leader, peer.plan, peer.transport, peer.checksum))
         early, peer.early = peer.early, []
         for message in early:
             self._handle(events.Received(who.leader, message))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from segue.kv.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused
-from segue.kv.ids import Role
+from segue.kv.ids import ChecksumKind, Role
 from segue.kv.layout.planner import PairPlan, plan_pair
 from segue.kv.model_match import model_difference
 from segue.kv.path_figures import PathCandidate, PathChoice
@@ -80,6 +80,7 @@ class Peer:
     opening: asyncio.Task[None] | None = None
     early: list[HandoffMessage] = field(default_factory=list)
     word: asyncio.Future[PathMessage] | None = None
+    checksum: ChecksumKind | None = ChecksumKind.XXH3
 
     @property
     def choosing(self) -> bool:
@@ -106,13 +107,14 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PeerPlan:
-    """A legal pair: what the peer said of itself, the transport that both will use, and what is copied from
-    which rank to which."""
+    """A legal pair: what the peer said of itself, the transport and the checksum that both will use, and what
+    is copied from which rank to which."""
 
     info: LeaderInfo
     transport: str
     plan: PairPlan
     probe: Probe | None = None
+    checksum: ChecksumKind | None = ChecksumKind.XXH3
 
 
 class Compatibility:
@@ -194,7 +196,22 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
             Scratch(*decode.scratch[target]),
             page_shape(prefill.ranks[source], decode.ranks[target]),
         )
-    return PeerPlan(theirs, names[0], plan, probe)
+    return PeerPlan(theirs, names[0], plan, probe, common_checksum(prefill, decode))
+
+
+def common_checksum(prefill: LeaderInfo, decode: LeaderInfo) -> ChecksumKind | None:
+    """The preferred kind of checksum that both sides compute; None where there is none and both want that.
+    Raises PeerRefused where one of them does not."""
+    for kind in ChecksumKind:
+        if kind in prefill.checksums and kind in decode.checksums:
+            return kind
+    if prefill.unchecked and decode.unchecked:
+        return None
+    ours, theirs = list(prefill.checksums), list(decode.checksums)
+    raise PeerRefused(
+        f"no common checksum: prefill computes {ours}, decode {theirs}; to hand over unchecked, set "
+        "kv_checksum (--kv-checksum) to off on both sides"
+    )
 
 
 def _endpoint(data: bytes) -> Endpoint:

@@ -22,7 +22,7 @@ from areas import whole
 from ranks import rank
 from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
-from segue.kv.layout.spec import PlaneSpec, PoolSpec
+from segue.kv.layout.spec import PoolSpec
 from segue.kv.transport.base import Endpoint, Fenced, Transport, TransportEvent, WriteFailed, Written
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 
@@ -202,23 +202,6 @@ def each_head(
             for head in range(spec.head_count):
                 at = plane.at(slot, spec.page_tokens) + head * plane.head_stride
                 yield (layer, value, token, head), slice(at, at + plane.head_bytes)
-
-
-def laid_out(spec: PoolSpec, order: str) -> PoolSpec:
-    """The same pool in one region with its axes in this order, the outermost first: `L`ayers, `K` and V,
-    pages (`N`), tokens of a page (`B`), `H`eads. Layer-major where there is none."""
-    if not order:
-        return spec
-    sizes = {"L": spec.layer_count, "K": 2, "N": spec.pages, "B": spec.page_tokens, "H": spec.head_count}
-    strides, extent = {}, spec.shape.k_dim * spec.shape.item_bytes
-    for axis in reversed(order):
-        strides[axis] = extent
-        extent *= sizes[axis]
-    planes = tuple(
-        PlaneSpec(0, layer * strides["L"] + value * strides["K"], strides["N"], strides["B"], strides["H"])
-        for layer, value in product(range(spec.layer_count), (0, 1))
-    )
-    return msgspec.structs.replace(spec, regions=(extent,), planes=planes)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

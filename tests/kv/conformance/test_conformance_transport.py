@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 from conformance_doubles import hold
-from conformance_harness import Pair, Side, content, each_head, laid_out
+from conformance_harness import Pair, Side, content, each_head
 
 from areas import whole
+from layouts import laid_out
 from ranks import rank
 from segue.kv.errors import ConfigError, PeerRefused, SegueError
 from segue.kv.ids import Span

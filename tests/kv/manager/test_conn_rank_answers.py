@@ -258,8 +258,8 @@ def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -
         Fenced(PEER, 6, False),
     ]
     assert [each.proven for each in owner.heard if isinstance(each, PeerGone)] == [True, False]
-    said = (rank.spec, rank.endpoints, rank.scratch)
-    assert said == (answering.spec, answering.endpoints, answering.scratch)
+    said = (rank.spec, rank.endpoints, rank.scratch, rank.checksums)
+    assert said == (answering.spec, answering.endpoints, answering.scratch, answering.checksums)
     assert answering.order == [
         "connect shm b'where' 5.0",
         "measure 5",

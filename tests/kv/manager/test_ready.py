@@ -17,6 +17,7 @@ from segue.kv.errors import AbortedByClient, ErrorCode, OutOfCapacity
 from segue.kv.handles import Change, KVReceiver, KVSender
 from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
 from segue.kv.manager import KVManager
+from segue.kv.protocol import events
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.ranks.rank_link import RankLink
 from segue.kv.ranks.rank_worker import RankWorker
@@ -183,6 +184,29 @@ def test_a_fence_ends_what_still_waits_and_a_late_moment_moves_nothing(transport
             assert handle.error is not None
             assert handle.error.code is ErrorCode.ABORTED_BY_CLIENT
             handle.clear()
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("worker", [False, True])
+def test_a_hand_off_that_ends_in_the_very_turn_of_its_chunk_leaves_nothing_behind(
+    worker: bool, over: bool
+) -> None:
+    """The fence follows the write and its checksum at once; each of them is answered."""
+    with pair(worker=worker) as (prefill, decode):
+        transfer, sender, receiver = published(prefill, decode)
+        ready = prefill.manager.ready()
+        if over:
+            signal(prefill, ready)
+        prefill.manager.post(
+            events.SendChunk(sender.key, Span(0, TOKENS), tuple(range(PAGES)), ready=ready),
+            events.EndRoom(sender.key, AbortedByClient("the client left").info),
+        )
+        for side in (prefill, decode):
+            side.wait_release(transfer)
+        sender.clear()
+        receiver.clear()
         assert_at_rest(prefill)
         assert_at_rest(decode)
 

@@ -455,6 +455,7 @@ class Refusing:
     spec = specs(1)[0]
     endpoints: ClassVar[dict[str, bytes]] = {}
     scratch = None
+    checksums = ("words-64",)
 
     def __init__(self) -> None:
         self.fences = 0

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from segue.kv.errors import ErrorInfo
-from segue.kv.ids import Incarnation, KVPoll, LeaderId, RankId, RoomKey, Span, TransferId
+from segue.kv.ids import ChecksumKind, Incarnation, KVPoll, LeaderId, RankId, RoomKey, Span, TransferId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import Content
 from segue.kv.layout.planner import PairPlan
@@ -156,12 +156,14 @@ class AbortTransfer:
 class PeerUp:
     """Session: a peer leader is connected and compatible: `plan` is how the pools of the pair are copied.
 
-    `transport` is the one chosen for this peer; empty means the one the `Exchange` was made with.
+    `transport` is the one chosen for this peer; empty means the one the `Exchange` was made with. `checksum`
+    is the kind that both sides compute, or None.
     """
 
     peer: LeaderId
     plan: PairPlan
     transport: str = ""
+    checksum: ChecksumKind | None = ChecksumKind.XXH3
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +324,7 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class ComputeChecksum:
-    """Either side: hash `content` in the pool of our rank `rank` (`layout.content.checksum`).
+    """Either side: compute the checksum `kind` of `content` in the pool of our rank `rank`.
 
     Answered by exactly one `ChecksumReady`. Prefill hashes what it sends, decode what has landed. The
     pages are read until the answer, so `Release` does not come before it. One that waits until the KV is
@@ -333,6 +335,7 @@ class ComputeChecksum:
     rank: int
     tag: int
     content: Content
+    kind: ChecksumKind = ChecksumKind.XXH3
     epoch: int = 0
     ready: ReadyEvent | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from segue.kv.ids import ChecksumMode, LeaderId, RankId, Role
+from segue.kv.ids import ChecksumKind, ChecksumMode, LeaderId, RankId, Role
 from segue.kv.layout.planner import PairPlan
 from segue.kv.limits import Limits
 from segue.kv.protocol.events import PeerUp
@@ -32,12 +32,14 @@ class LocalLeader:
 @dataclass(frozen=True, slots=True)
 class PeerLink:
     """A peer whose session is up. `partners` are, of each rank of ours that takes part in the plan, the ranks
-    that it exchanges bytes with."""
+    that it exchanges bytes with. `checksum` is the kind that both can compute; None: hand-offs are not
+    checked."""
 
     peer: LeaderId
     transport: str
     plan: PairPlan
     partners: Mapping[int, Sequence[RankId]]
+    checksum: ChecksumKind | None = ChecksumKind.XXH3
 
 
 def writes(
@@ -67,4 +69,5 @@ def make_link(local: LocalLeader, event: PeerUp, transport: str) -> PeerLink:
     plan, me = event.plan, local.me
     prefill, decode = (me, event.peer) if local.role is Role.PREFILL else (event.peer, me)
     written = writes(prefill, decode, plan.pairs, plan.relays)
-    return PeerLink(event.peer, event.transport or transport, plan, partners(me, written))
+    name = event.transport or transport
+    return PeerLink(event.peer, name, plan, partners(me, written), event.checksum)

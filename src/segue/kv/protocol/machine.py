@@ -76,7 +76,7 @@ from segue.kv.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.kv.ids import KVPoll, LeaderId, RankId, TransferId
+from segue.kv.ids import ChecksumKind, KVPoll, LeaderId, RankId, TransferId
 from segue.kv.layout.planner import PairPlan
 from segue.kv.protocol.events import (
     AbortTransfer,
@@ -150,6 +150,7 @@ class Machine:
 
     __slots__ = (
         "_plan",
+        "checksum",
         "deadline",
         "ended_by_peer",
         "epoch",
@@ -188,6 +189,8 @@ class Machine:
         #: of each rank of ours in the plan those that it exchanges bytes with
         self.partners: Mapping[int, Sequence[RankId]] = {}
         self.transport = ""
+        #: how both sides compute checksums, if they do
+        self.checksum: ChecksumKind | None = None
         self.prefix_tokens = 0
         self.epoch = 0
         #: How many pages somebody else may touch, while the lease says that somebody may.
@@ -225,6 +228,7 @@ class Machine:
     def meet(self, link: PeerLink) -> None:
         """Use the plan of this session until the end."""
         self._plan, self.partners, self.transport = link.plan, link.partners, link.transport
+        self.checksum = link.checksum
 
     def take(self, event: object) -> None:
         """Do what the table says of `event`, and what follows from it. Raises IllegalEvent, with nothing

@@ -12,10 +12,10 @@ from typing import Annotated
 import msgspec
 
 from segue.kv.errors import ErrorInfo
-from segue.kv.ids import Span, TransferId
+from segue.kv.ids import ChecksumKind, Span, TransferId
 from segue.kv.layout.spec import PoolSpec
 
-HANDOFF_VERSION = 6
+HANDOFF_VERSION = 7
 
 #: bytes of the digest of what must be equal on both sides
 MAX_CLAIM_BYTES = 64
@@ -37,7 +37,8 @@ class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
     `model` is a fingerprint of configuration and weights: KV of another model is never accepted.
     `ranks` are the pools in rank order, `endpoints` maps a transport's name to one opaque
     endpoint per rank. `scratch` has of each rank the offset and the size of memory that nothing is kept in; a
-    side that gives none takes no part in a probe.
+    side that gives none takes no part in a probe. `checksums` are the kinds that all ranks can compute;
+    `unchecked`: hand-offs without one are wanted here.
     """
 
     protocol: int
@@ -47,6 +48,10 @@ class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: dict[str, list[bytes]]
     max_transfers: int
     scratch: list[tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=2)]]] = []
+    checksums: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=64)], ...], msgspec.Meta(max_length=16)
+    ] = (ChecksumKind.XXH3,)
+    unchecked: bool = False
 
 
 class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -106,10 +111,10 @@ class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     `span` is the whole chunk's, in tokens of the prompt; the source has sent its share of it
     (`PairPlan.share`), of which `nbytes` and `checksum` are. `final` marks the pair's last chunk, which has
-    the sequence's state as well, if there is one. `checksum` is the XXH3-64 of the share's content as prefill
-    holds it, in the canonical order of `kv.layout.content`, over one layer in `every` (1: all); None where
-    checksums are off or the share is empty. Decode verifies whatever it is given. `wire_s` is the time the
-    transport took for it.
+    the sequence's state as well, if there is one. `checksum` is that of the share's content as prefill holds
+    it, of the kind that both sides agreed on (`PeerLink.checksum`), in the canonical order of
+    `kv.layout.content`, over one layer in `every` (1: all); None where checksums are off or the share is
+    empty. Decode verifies whatever it is given. `wire_s` is the time the transport took for it.
     """
 
     transfer: TransferId

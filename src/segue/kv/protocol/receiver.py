@@ -222,12 +222,15 @@ class ReceiverMachine(Machine):
         share = self.tally.share(message)
         if message.checksum is None or len(share) == 0:
             return False
+        if self.checksum is None:
+            raise TransferFailed("prefill sent a checksum, and the two sides agreed on none")
         sample = LayerSample(message.every, self.transfer.room + message.sequence)
         slot = self.slot if message.final else None
         content = self.plan.target_content(
             message.source, rank, share, self.pages, self._first_token, sample, slot
         )
-        self.emit(ComputeChecksum(self.transfer, rank, self.tally.verify(message, rank), content))
+        tag = self.tally.verify(message, rank)
+        self.emit(ComputeChecksum(self.transfer, rank, tag, content, self.checksum))
         return True
 
     def _verified(self, event: ChecksumReady) -> None:

@@ -276,14 +276,16 @@ class SenderMachine(Machine):
         self, tag: int, pair: _Pair, write: _ChunkWrite, share: Span, slot: int | None, event: SendChunk
     ) -> None:
         """Have the chunk's source bytes hashed, beside the write."""
-        if self.local.kv_checksum is ChecksumMode.OFF:
+        if self.local.kv_checksum is ChecksumMode.OFF or self.checksum is None:
             return
         write.every = 1 if self.local.kv_checksum is ChecksumMode.FULL else SAMPLE_EVERY
         sample = LayerSample(write.every, self.transfer.room + write.sequence)
         content = self.plan.source_content(*pair, share, event.pages, sample, slot)
         write.summed = False
         self._reading[pair[0], tag] = (pair, write)
-        self.emit(ComputeChecksum(self.transfer, pair[0], tag, content, self.epoch, event.ready))
+        self.emit(
+            ComputeChecksum(self.transfer, pair[0], tag, content, self.checksum, self.epoch, event.ready)
+        )
 
     def _metadata(self, event: SendMetadata) -> None:
         """Send the metadata at once: it need not wait for the writes, the tally does."""

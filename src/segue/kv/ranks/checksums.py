@@ -12,15 +12,23 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from segue.kv.errors import ErrorInfo, Internal, OutOfCapacity, SegueError
+from segue.kv.ids import ChecksumKind
 from segue.kv.layout.content import checksum
 from segue.kv.protocol import events
+from segue.kv.ranks.word_checksum import WordChecksum, why_not
 from segue.kv.threads import Wakeable, WorkerThread
-from segue.kv.transport.memory.pool_memory import Memory
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 
 #: Content up to this size is hashed where it is asked for: 1.3 ms in which the I/O thread does nothing else,
 #: but two threads that take the interpreter's lock from one another cost the first token more (512 tokens
 #: of SmolLM2 over shm on two cores: overhead 2.9 instead of 3.3 to 3.6 ms).
 INLINE_BYTES = 16 * 2**20
+
+
+def checksum_kinds(memory: Memory) -> tuple[str, ...]:
+    """The kinds of checksums that can be computed of `memory` in this process."""
+    kinds = [ChecksumKind.XXH3] if all(r.kind is not MemoryKind.DEVICE for r in memory.regions) else []
+    return (*map(str, kinds), *(() if why_not(memory) else (str(ChecksumKind.WORDS),)))
 
 
 class Digester:
@@ -56,7 +64,7 @@ class Digester:
         """Hash what `effect` names, now or soon; ignored once closed."""
         if self._closed:
             return
-        if effect.content.nbytes <= self._inline_bytes:
+        if effect.content.nbytes <= self._inline_bytes and effect.kind is ChecksumKind.XXH3:
             self._answer(self.hash(effect))
         elif len(self._waiting) >= self._max_waiting:
             full = OutOfCapacity(f"{self._max_waiting} chunks wait for their checksum")
@@ -68,14 +76,19 @@ class Digester:
     def hash(self, effect: events.ComputeChecksum) -> events.ChecksumReady:
         """The checksum of what `effect` names, or why there is none. Raises nothing."""
         try:
-            with ExitStack() as reading:
-                regions = [reading.enter_context(memoryview(bytes_)) for bytes_ in self._memory.buffers]
-                found = checksum(regions, effect.content)
+            found = self._checksum(effect)
             return events.ChecksumReady(effect.transfer, effect.rank, effect.tag, found)
         except SegueError as error:
             return _failed(effect, error)
         except Exception as error:  # one hand-off fails, the thread lives on (lesson 22)
             return _failed(effect, Internal(f"hashing failed: {type(error).__name__}: {error}"))
+
+    def _checksum(self, effect: events.ComputeChecksum) -> int:
+        if effect.kind is ChecksumKind.WORDS:
+            return WordChecksum(self._memory).checksum(effect.content)
+        with ExitStack() as reading:
+            regions = [reading.enter_context(memoryview(bytes_)) for bytes_ in self._memory.buffers]
+            return checksum(regions, effect.content)
 
     def close(self) -> None:
         """Wait for the range that is being read: the memory may be unmapped then. Idempotent."""

@@ -33,7 +33,7 @@ from segue.kv.layout.content import whole_pages
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.path_figures import PathFigures
 from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
-from segue.kv.ranks.checksums import Digester
+from segue.kv.ranks.checksums import Digester, checksum_kinds
 from segue.kv.ready import ReadyEvent
 from segue.kv.session.tasks import typed
 from segue.kv.transport.base import (
@@ -102,6 +102,11 @@ class Rank(Protocol):
     @property
     def scratch(self) -> Scratch | None:
         """Memory for probes, if the rank has any."""
+        ...
+
+    @property
+    def checksums(self) -> Sequence[str]:
+        """The kinds of checksums (`ChecksumKind`) that it computes of its memory."""
         ...
 
     async def start(self, owner: RankOwner, io: Io) -> None:
@@ -188,6 +193,7 @@ class LocalRank:
     ) -> None:
         memory.check_pool(spec, scratch_bytes)
         self.spec: PoolSpec = spec
+        self.checksums: Sequence[str] = checksum_kinds(memory)
         self.scratch = Scratch(memory.nbytes - scratch_bytes, scratch_bytes) if scratch_bytes else None
         self._index = index
         self._owner: RankOwner | None = None
@@ -298,13 +304,12 @@ class LocalRank:
 
     def checksum(self, effect: ComputeChecksum) -> None:
         """Hash what `effect` names, now or soon."""
-        ready = effect.ready
-        if ready is not None and not ready.over:
-            self._hold(ready, effect.epoch, effect)
-        elif ready is not None and ready.error is not None:
-            self._hashed(_no_checksum(effect, ready.error))
-        else:
+        if effect.ready is None:
             self._digester.submit(effect)
+        elif effect.ready.over:
+            self._hash_soon(effect)
+        else:
+            self._hold(effect.ready, effect.epoch, effect)
 
     # ---- what waits until its KV is ready ----------------------------------------------------------
 
@@ -330,8 +335,7 @@ class LocalRank:
             return
         for item in items:
             if isinstance(item, ComputeChecksum):
-                assert self._io is not None
-                self._io.loop.call_soon(self._hash, item)  # after all writes: it holds the interpreter's lock
+                self._hash_soon(item)
                 continue
             try:
                 self.write(item.transport, item.peer, item.epoch, item.tag, item.blocks, ready)
@@ -339,13 +343,22 @@ class LocalRank:
                 error = typed(exc, "posting what has become ready")
                 self._moved(item.transport, WriteFailed(item.peer, item.epoch, item.tag, error))
 
-    def _hash(self, item: ComputeChecksum) -> None:
+    def _hash_soon(self, effect: ComputeChecksum) -> None:
+        """After all writes: hashing holds the interpreter's lock."""
+        if self._io is None:
+            raise Internal("a rank that was not started")
+        self._io.loop.call_soon(self._hash, effect)
+
+    def _hash(self, effect: ComputeChecksum) -> None:
         if self._closed:
             return
+        if effect.ready is not None and effect.ready.error is not None:
+            self._hashed(_no_checksum(effect, effect.ready.error))
+            return
         try:
-            self.checksum(item)
+            self._digester.submit(effect)
         except Exception as exc:
-            self._hashed(_no_checksum(item, typed(exc, "hashing what has become ready")))
+            self._hashed(_no_checksum(effect, typed(exc, "hashing what has become ready")))
 
     def _drop(self, transport: str, peer: RankId, epoch: int) -> None:
         """Fail what of `epoch` for `peer` waits, and its checksums."""

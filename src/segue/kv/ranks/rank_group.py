@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from segue.kv.errors import ErrorInfo
-from segue.kv.ids import LeaderId, RankId, Role, TransferId
+from segue.kv.ids import ChecksumKind, LeaderId, RankId, Role, TransferId
 from segue.kv.io import Io
 from segue.kv.protocol.events import AbortTransfer, ComputeChecksum, Fence, Grant, Granted, PostWrite, Relay
 from segue.kv.protocol.link import partners, writes
@@ -47,6 +47,8 @@ class Ranks:
         self.scratch = [(s.offset, s.nbytes) for rank in ranks if (s := rank.scratch) is not None]
         if len(self.scratch) < len(ranks):
             self.scratch = []
+        #: The kinds of checksums that all ranks compute.
+        self.checksums = tuple(str(kind) for kind in ChecksumKind if all(kind in r.checksums for r in ranks))
         # Outlives the session: a fence may come after it. Bounded: see `choose`.
         self._routes: dict[LeaderId, PeerRoute] = {}
         self._connecting: dict[tuple[LeaderId, str], asyncio.Task[None]] = {}

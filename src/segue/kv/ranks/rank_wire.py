@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 
 from segue.kv.errors import ErrorInfo
-from segue.kv.ids import RankId
+from segue.kv.ids import ChecksumKind, RankId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.path_figures import PathFigures
@@ -22,12 +22,13 @@ from segue.kv.transport.probe import PageShape, Scratch
 
 
 class ReadyAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The rank's pool and how peers reach it: an encoded `Endpoint` for each transport's name; and where its
-    scratch is, if it has any."""
+    """The rank's pool and how peers reach it: an encoded `Endpoint` for each transport's name; where its
+    scratch is, if it has any; and the kinds of checksums that it computes."""
 
     spec: PoolSpec
     endpoints: dict[str, bytes]
     scratch: Scratch | None = None
+    checksums: tuple[str, ...] = (ChecksumKind.XXH3,)
 
 
 class ConnectCommand(msgspec.Struct, frozen=True, tag=True):

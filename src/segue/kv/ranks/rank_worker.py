@@ -54,7 +54,8 @@ class RankWorker:
     async def _start(self) -> None:
         self._link.attach(self._asked, self._ended)
         await self._rank.start(self, self._link.io)
-        self._say(wire.ReadyAnswer(self._rank.spec, dict(self._rank.endpoints), self._rank.scratch))
+        rank = self._rank
+        self._say(wire.ReadyAnswer(rank.spec, dict(rank.endpoints), rank.scratch, tuple(rank.checksums)))
 
     def signal(self, number: int, wait: Callable[[], object] | None = None) -> None:
         """The KV of the chunks that the leader sends at the moment `number` (`ReadyEvent.number`) is complete

@@ -47,6 +47,7 @@ class WorkerRank:
         self.spec = ready.spec
         self.endpoints = ready.endpoints
         self.scratch = ready.scratch
+        self.checksums = ready.checksums
         self._index = index
         self._link = link
         self._owner: RankOwner | None = None
