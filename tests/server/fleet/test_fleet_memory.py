@@ -193,7 +193,7 @@ def test_prefixes_are_asked_for_on_each_session_and_again_where_something_was_lo
         rig.leaders.append(leader)
         rig.registry.put(await leader.start())
         await rig.until(lambda: rig.fleet.can_serve)
-        index = rig.fleet.membership._index
+        index = rig.fleet.membership.prefix_index
         assert await rig.run() == [5, 6, 7]
         if policy != "prefix_aware":
             assert (index, leader.followed) == (None, 0)

@@ -89,16 +89,16 @@ def test_ps_shows_leaders_and_pairs_with_what_they_carried(
 
 def test_what_has_carried_nothing_is_shown_no_speed() -> None:
     """Decode never knows one, and prefill none before the first write: 0.00 GB/s would be a wrong figure."""
-    assert operate._pair(PairStatus(peer="x", transport="shm"))[:3] == ("shm", "-", "-")
+    assert operate.pair_cells(PairStatus(peer="x", transport="shm"))[:3] == ("shm", "-", "-")
     carried = PairStatus(peer="x", transport="shm", bytes_per_s=2.5e9, nbytes=10**9)
-    assert operate._pair(carried)[:3] == ("shm", "2.50", "1.000")
+    assert operate.pair_cells(carried)[:3] == ("shm", "2.50", "1.000")
 
     async def nothing() -> NodeState:
         raise NotImplementedError
 
     paths = {"idle": PathSpeed("shm"), "used": PathSpeed("tcp", 100, 2.0)}
     status = InstanceStatus({}, lambda: None, dict, lambda: True, nothing, lambda: paths)
-    samples = [sample for family in http._StatusCollector(status).collect() for sample in family.samples]
+    samples = [sample for family in http.StatusCollector(status).collect() for sample in family.samples]
     told = [s for s in samples if s.name == "segue_instance_path_bytes_per_second"]
     assert [(s.labels, s.value) for s in told] == [({"peer": "used", "transport": "tcp"}, 50.0)]
 

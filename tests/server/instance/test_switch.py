@@ -318,13 +318,13 @@ def test_a_switch_waits_for_what_is_there_and_resume_ends_it(capsys: pytest.Capt
 def test_an_instance_that_was_resumed_after_its_drain_does_not_turn(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    each = Operator._each
+    each = Operator.order_each
 
     async def and_resumed(self: Operator, record: InstanceRecord, *rest: Any) -> None:
         await each(self, record, *rest)
         await each(self, record, SetDraining(draining=False), "serving", 10, lambda _where, _sight: None)
 
-    monkeypatch.setattr(Operator, "_each", and_resumed)
+    monkeypatch.setattr(Operator, "order_each", and_resumed)
     with deployment(Role.PREFILL, Role.DECODE) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         name, url = d.me.incarnation[:8], f"http://127.0.0.1:{made.registry.port}"

@@ -19,7 +19,7 @@ PROMPT = [7 + number % (VOCAB - 7) for number in range(200)]
 
 async def until(fleet: Fleet, leader: LeaderId, tokens: range) -> None:
     """Wait until the number of cached tokens that the frontend knows is in `tokens`."""
-    index = fleet.membership._index
+    index = fleet.membership.prefix_index
     assert index is not None
     async with asyncio.timeout(60):
         while index.cached([leader], PROMPT).get(leader, -1) not in tokens:  # noqa: ASYNC110 (nobody is told)
@@ -59,8 +59,8 @@ def test_a_frontend_follows_what_is_stored_flushed_and_computed_again() -> None:
             await until(fleet, prefill, range(1))
             await ask(fleet, "b")
             await until(fleet, prefill, range(150, 201))
-            assert other.membership._index is None
-            index = fleet.membership._index
+            assert other.membership.prefix_index is None
+            index = fleet.membership.prefix_index
             session.close()
             await until(fleet, prefill, range(-1, 0))
             await until(fleet, prefill, range(150, 201))  # after the next session, from the whole

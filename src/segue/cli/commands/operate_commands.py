@@ -102,7 +102,7 @@ def shown(rows: Sequence[Row]) -> str:
     if joined:
         text += "\n\n" + table(
             ("PREFILL", "DECODE", "TRANSPORT", "GB/S", "GB", "HAND-OFFS", "FAILED"),
-            [(*names, *_pair(pair)) for names, pair in sorted(joined.items(), key=lambda item: item[0])],
+            [(*names, *pair_cells(pair)) for names, pair in sorted(joined.items(), key=lambda item: item[0])],
         )
     for part in (chosen(joined), troubles):
         if part:
@@ -131,7 +131,8 @@ def chosen(joined: Mapping[tuple[str, str], PairStatus]) -> list[str]:
     ]
 
 
-def _pair(pair: PairStatus) -> tuple[str, ...]:
+def pair_cells(pair: PairStatus) -> tuple[str, ...]:
+    """The cells of a pair's row: transport, GB/s, GB, succeeded and failed hand-offs."""
     speed, size = "-", "-"  # nothing was carried yet, or only decode answered, which has measured nothing
     if pair.nbytes:
         speed, size = f"{pair.bytes_per_s / 1e9:.2f}", f"{pair.nbytes / 1e9:.3f}"

@@ -63,7 +63,8 @@ class Membership:
         rendezvous: RendezvousHandler | None = None,
         index: PrefixIndex | None = None,
     ) -> None:
-        self._index = index
+        #: pages in the prefix caches of replicas; None if the policy does not use them
+        self.prefix_index = index
         self.replicas: dict[LeaderId, Replica] = {}
         self._registry = registry
         self._secret = secret
@@ -195,7 +196,7 @@ class Membership:
             session.close(PeerRefused("it has left the registry's list"))
             return
         replica.session = session
-        if self._index is not None:
+        if self.prefix_index is not None:
             session.send(FollowPrefixes())
         log.info("session with %s at %s", replica.name, peer.address)
         self._count()
@@ -223,8 +224,8 @@ class Membership:
                 log.info("%s %s", replica.name, "drains" if message.draining else "takes requests again")
             if first or message.draining != draining:
                 self._changed()
-        elif isinstance(message, Prefixes) and self._index is not None:
-            if not self._index.heard(peer.leader, message):
+        elif isinstance(message, Prefixes) and self.prefix_index is not None:
+            if not self.prefix_index.heard(peer.leader, message):
                 session.send(FollowPrefixes())
         elif isinstance(message, PrefillFound) and self._rendezvous is not None:
             self._rendezvous.met(replica, message)
@@ -235,8 +236,8 @@ class Membership:
             return
         replica.session = None
         replica.load = None
-        if self._index is not None:
-            self._index.forget(replica.leader)
+        if self.prefix_index is not None:
+            self.prefix_index.forget(replica.leader)
         self._metrics.forget(replica.role, replica.name)
         log.warning("the session with %s ended: %s", replica.name, error)
         # Exactly its requests fail, with this error.

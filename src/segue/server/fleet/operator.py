@@ -148,7 +148,7 @@ class Operator:
         """Drain every leader of an instance, or have it take requests again; returns once each is drained, or
         serves. `say` hears each answer. Raises DeadlineExceeded after `timeout_s`; what was ordered stays."""
         wanted: State = "drained" if draining else "serving"
-        await self._each(record, SetDraining(draining), wanted, timeout_s, say)
+        await self.order_each(record, SetDraining(draining), wanted, timeout_s, say)
 
     async def switch(
         self,
@@ -163,7 +163,7 @@ class Operator:
         PeerLost if one leaves again meanwhile.
         """
         ends_at = asyncio.get_running_loop().time() + timeout_s
-        await self._each(record, Switch(role), "drained", timeout_s, say)
+        await self.order_each(record, Switch(role), "drained", timeout_s, say)
 
         def stays(answer: OperatorMessage) -> State | None:
             sight = _sight(answer)
@@ -180,7 +180,7 @@ class Operator:
                     raise InvalidRequest(f"{who} takes requests again: somebody has resumed it")
                 # A late word of a peer came after it had drained: once that has ended, it is told again.
                 alone = msgspec.structs.replace(record, replicas=[where])
-                await self._each(alone, Switch(role), "drained", timeout_s, say)
+                await self.order_each(alone, Switch(role), "drained", timeout_s, say)
 
         try:
             async with asyncio.timeout_at(ends_at):
@@ -219,7 +219,7 @@ class Operator:
                 f"ranks were back: {error}; see its log, and segue ps"
             ) from error
 
-    async def _each(
+    async def order_each(
         self,
         record: InstanceRecord,
         order: SetDraining | Switch,
@@ -227,7 +227,7 @@ class Operator:
         timeout_s: float,
         say: Callable[[ReplicaRecord, Status], object],
     ) -> None:
-        """Give every leader an order, and wait until each says that its state is `wanted`."""
+        """Send an order to every leader, and wait until each reports the state `wanted`."""
 
         async def one(where: ReplicaRecord) -> None:
             last: Status | None = None

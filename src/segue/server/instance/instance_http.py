@@ -45,7 +45,7 @@ class InstanceStatus:
     paths: Callable[[], dict[str, PathSpeed]] = dict
 
 
-class _StatusCollector(Collector):
+class StatusCollector(Collector):
     """The instance's numbers as gauges, read when they are scraped."""
 
     def __init__(self, status: InstanceStatus) -> None:
@@ -109,7 +109,7 @@ def start_http(
     With `lazy` it also generates, for foreign routers. With `keys` clients must show one of them.
     """
     registry = CollectorRegistry()
-    registry.register(_StatusCollector(status))
+    registry.register(StatusCollector(status))
 
     async def health(request: Request) -> Response:
         alive = status.alive()
