@@ -57,6 +57,7 @@ SIDE_MAY_IMPORT = {
     "lab.bench": {"kv.base", "kv.layout", "kv.transport"},
     "lab.sim": set(FLOORS) - {"cli"},
     "integrations": set[str](),
+    "integrations.sglang": {"kv"},
     "integrations.vllm": {"kv"},
 }
 SIDE_MAY_BE_IMPORTED_BY = {
@@ -65,6 +66,7 @@ SIDE_MAY_BE_IMPORTED_BY = {
     "lab.bench": {"cli"},
     "lab.sim": {"cli"},
     "integrations": {"cli"},
+    "integrations.sglang": set[str](),
     "integrations.vllm": set[str](),
 }
 
@@ -82,6 +84,7 @@ PURE = {
 PURE_MODULES = {
     *(f"segue.engine.{name}" for name in ("kv_events", "model_names", "parallel", "pool_size", "request")),
     *(f"segue.server.fleet.{name}" for name in ("fleet_settings", "replica", "router")),
+    *(f"segue.integrations.sglang.sglang_{name}" for name in ("phases", "settings")),
     *(
         f"segue.integrations.vllm.vllm_{name}"
         for name in (

@@ -1,0 +1,109 @@
+"""The phases of a hand-off as SGLang's queues may see them, the names of rooms, and DP ranks. Pure.
+
+| queue | legal phases |
+|---|---|
+| prefill: bootstrap | Failed, Bootstrapping, WaitingForInput |
+| prefill: in flight | Failed, WaitingForInput, Transferring, Success |
+| decode: preallocation | Failed, Bootstrapping, WaitingForInput |
+| decode: transfer | all |
+
+Another phase raises in SGLang's scheduler and ends the server. SGLang reduces the phases of all ranks by MIN:
+a rank that fails makes all ranks fail, also one whose own half has succeeded.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from segue.kv import DpRankConflict, DpRanks, KVPoll, RoomKey
+
+#: Rooms whose uses are remembered.
+MAX_ROOMS = 65_536
+#: The remedy of a conflict of DP ranks.
+MIXED_ROUTING = (
+    "leave out the hint and routed_dp_rank, or set SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1 on "
+    "both sides"
+)
+
+
+class SglPoll(enum.IntEnum):
+    """The numbers of SGLang's `KVPoll`."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING_FOR_INPUT = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+def sender_phase(phase: KVPoll, *, inited: bool, released: bool) -> SglPoll:
+    """The phase of a sender. `inited`: SGLang has called `init`, and the request leaves the bootstrap queue.
+
+    An end is told once the pages are `released`, because SGLang uses them again at once.
+    """
+    if phase is KVPoll.FAILED and released:
+        return SglPoll.FAILED
+    if not inited:
+        early = phase in (KVPoll.BOOTSTRAPPING, KVPoll.FAILED)
+        return SglPoll.BOOTSTRAPPING if early else SglPoll.WAITING_FOR_INPUT
+    if phase is KVPoll.SUCCESS and released:
+        return SglPoll.SUCCESS
+    if phase in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT):
+        return SglPoll.WAITING_FOR_INPUT
+    return SglPoll.TRANSFERRING
+
+
+def receiver_phase(phase: KVPoll) -> SglPoll:
+    """The phase of a receiver whose pages SGLang has named. A failure is told at once: SGLang asks before it
+    uses the pages again."""
+    match phase:
+        case KVPoll.FAILED:
+            return SglPoll.FAILED
+        case KVPoll.SUCCESS:
+            return SglPoll.SUCCESS
+        case KVPoll.TRANSFERRING:
+            return SglPoll.TRANSFERRING
+        case _:
+            return SglPoll.WAITING_FOR_INPUT
+
+
+class RoomUses:
+    """Names the uses of each `bootstrap_room` on one side: the samples of a request with `n` above 1 share a
+    room, and a request whose KV is recomputed uses its room again. Both sides count from 0."""
+
+    def __init__(self, limit: int = MAX_ROOMS) -> None:
+        self._limit = limit
+        #: the least recently used first
+        self._uses: dict[int, int] = {}
+
+    def next(self, room: int) -> RoomKey:
+        """The key of one more use. Raises ValueError for a room that is no room, or after 65,536 uses."""
+        used = self._uses.pop(room, 0)
+        key = RoomKey(room, ordinal=used)
+        self._uses[room] = used + 1
+        if len(self._uses) > self._limit:
+            del self._uses[next(iter(self._uses))]
+        return key
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+
+def must_register(dp: DpRanks, own: int, room: int, hint: int | None) -> bool:
+    """Whether prefill's DP rank `own` has to tell the bootstrap server that it has `room`; `hint` is the
+    request's `disagg_prefill_dp_rank`.
+
+    Raises DpRankConflict if decode looks for the room on another rank.
+    """
+    if dp.size == 1:
+        return False
+    inferred = hint if hint is not None else dp.inferred(room)
+    if inferred is None:
+        return True
+    if inferred != own:
+        source = "its disagg_prefill_dp_rank" if hint is not None else f"follow_bootstrap_room (room {room})"
+        raise DpRankConflict(
+            f"the request is on DP rank {own} of prefill, {source} names DP rank {inferred}: {MIXED_ROUTING}",
+            room=room,
+        )
+    return False

@@ -1,0 +1,109 @@
+"""The settings of the segue backend, and the SGLang configurations that it refuses at the start. Pure.
+
+SGLang has no option for settings of a transfer backend: they are environment variables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from segue.kv import ChecksumMode, ConfigError
+
+PREFIX = "SEGUE_SGLANG_"
+#: Versions of SGLang with which the backend was run.
+TRIED_VERSIONS = ("0.5.23",)
+
+
+class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings, each an environment variable: `host` is SEGUE_SGLANG_HOST."""
+
+    #: where sessions and KV are served, and what peers are told
+    host: str = "127.0.0.1"
+    advertise_host: str = ""
+    #: a file with the deployment's secret, at least 16 bytes; without it only loopback is contacted
+    secret_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    kv_checksum: ChecksumMode = ChecksumMode.FULL
+
+
+def backend_settings(environ: Mapping[str, str]) -> BackendSettings:
+    """The settings in an environment. Raises ConfigError that names a wrong or unknown variable."""
+    found = {}
+    known = BackendSettings.__struct_fields__
+    for name, value in environ.items():
+        if not name.startswith(PREFIX):
+            continue
+        field = name.removeprefix(PREFIX).lower()
+        if field not in known:
+            close = difflib.get_close_matches(field, known, n=1, cutoff=0.7)
+            near = f"did you mean {PREFIX}{close[0].upper()}?" if close else "there is no such setting"
+            raise ConfigError(f"{name}: {near}")
+        found[field] = value
+    try:
+        return msgspec.convert(found, BackendSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{PREFIX}*: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerFacts:
+    """What the backend must know of SGLang's configuration to start."""
+
+    device: str = "cpu"
+    pipeline_stages: int = 1
+    context_ranks: int = 1
+    decode_context_ranks: int = 1
+    kv_sharding: bool = False
+    allocation_policy: str = "early"
+    host_receive: bool = False
+    staging_buffer: bool = False
+    rust_server: bool = False
+
+
+def check_scheduler(facts: SchedulerFacts) -> None:
+    """Raises ConfigError, with what to change, for a configuration whose KV the backend cannot hand over."""
+    refused = [
+        (facts.device != "cpu", f"the device {facts.device}: it was written for and run on CPUs alone"),
+        (facts.pipeline_stages != 1, f"--pp-size {facts.pipeline_stages}: start with --pp-size 1"),
+        (facts.context_ranks != 1, "context parallelism of prefill: start without it"),
+        (facts.decode_context_ranks != 1, "context parallelism of decode: start without it"),
+        (facts.kv_sharding, "--enable-kv-cache-sharding: start without it"),
+        (
+            facts.allocation_policy != "early",
+            f"--disaggregation-decode-allocation-policy {facts.allocation_policy}: use early",
+        ),
+        (facts.host_receive, "--disaggregation-decode-host-receive-threshold below 1: leave it out"),
+        (facts.staging_buffer, "SGLANG_DISAGG_STAGING_BUFFER: unset it"),
+        (facts.rust_server, "SGLANG_RUST_SERVER, whose registry does not know segue's leaders: unset it"),
+    ]
+    for wrong, what in refused:
+        if wrong:
+            raise ConfigError(f"the segue backend does not support {what}")
+
+
+def version_refusal(version: str) -> str | None:
+    """Why the backend does not work with this version of SGLang, in a sentence; None if it was tried."""
+    if version in TRIED_VERSIONS:
+        return None
+    tried = ", ".join(TRIED_VERSIONS)
+    return (
+        f"segue is no transfer backend of SGLang {version}: it was run with {tried} alone; install that one"
+    )
+
+
+def may_contact(host: str, secret: bytes) -> bool:
+    """Whether decode opens a session to `host`, which the bootstrap server named: with a `secret` any, since
+    the session is authenticated; without one loopback alone."""
+    if secret:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
