@@ -12,6 +12,7 @@ from segue.integrations.vllm.vllm_claim import claim_of
 from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
     BlocksReleased,
+    EvictOrder,
     ExpectOrder,
     SendOrder,
     decode_orders,
@@ -129,6 +130,68 @@ def test_sequential_before_the_workers_address_is_known_prompts_stay_here() -> N
     assert engine.answers == {"r1": None}
     assert "address" in engine.table.take_warnings()[0]
     engine.quiet()
+
+
+def rooms(blocks: int, count: int) -> ModelEngine:
+    """Prompts of three blocks each whose rooms are open."""
+    engine = prefill_engine(blocks=blocks)
+    for number in range(count):
+        engine.add(request(f"r{number}", 12, TO_PREFILL))
+        step(engine)
+        step(engine)
+    assert len(engine.pool.free) == blocks - 3 * count
+    return engine
+
+
+def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_rooms() -> None:
+    engine = rooms(blocks=10, count=3)
+    engine.add(request("late", 16, None))
+    orders = step(engine)
+    assert [(order.handoff, order.error.code) for order in orders] == [(1, ErrorCode.OUT_OF_CAPACITY)]
+    assert step(engine) == [], "the blocks of the first room are enough"
+    engine.worker.end(1, orders[0].error)
+    engine.worker.release(1)
+    step(engine)
+    step(engine)
+    assert engine.ends["late"] is RequestEnd.LENGTH
+    engine.quiet()
+
+
+def test_a_room_that_decode_has_is_waited_for() -> None:
+    engine = rooms(blocks=10, count=3)
+    engine.worker.handoffs[1].bound = True
+    engine.add(request("late", 16, None))
+    assert [order.handoff for order in step(engine)] == [1]
+    assert not engine.worker.handoffs[1].aborted
+    assert step(engine) == []
+    engine.worker.end(1, None)
+    engine.worker.release(1)
+    engine.quiet()
+
+
+def test_as_many_rooms_as_are_needed_are_given_up() -> None:
+    engine = rooms(blocks=10, count=3)
+    engine.add(request("late", 28, None))
+    assert [order.handoff for order in step(engine)] == [1, 2]
+    engine.quiet(LOST)
+
+
+def test_the_room_of_a_prompt_that_is_computed_is_not_given_up() -> None:
+    engine = begun(CONCURRENT, tokens=20, blocks=6)
+    step(engine, 8)
+    engine.add(request("late", 16, None))
+    assert all(not isinstance(order, EvictOrder) for order in step(engine, 1))
+    engine.quiet()
+
+
+def test_a_preempted_request_gets_the_blocks_of_rooms_too() -> None:
+    engine = rooms(blocks=10, count=3)
+    engine.table.new_request(request("late", 16, None))
+    engine.table.allocated("late", [], 0)
+    engine.table.step([], ["late"])
+    assert [order.handoff for order in engine.table.take_orders()] == [1]
+    engine.table.finished("late", [], 0, RequestEnd.ABORT)
+    engine.quiet(LOST)
 
 
 # ---- concurrent --------------------------------------------------------------------------------
@@ -339,4 +402,4 @@ def test_warnings_are_bounded() -> None:
         engine.table.new_request(request(f"r{number}", 10, {"do_remote_decode": 1}))
     assert len(engine.table.take_warnings()) == 100
     assert engine.table.take_warnings() == []
-    assert not any(engine.table.sizes().values())
+    assert not engine.table.sizes()["prompts"]

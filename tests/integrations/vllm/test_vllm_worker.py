@@ -175,6 +175,23 @@ def test_an_abort_while_the_sessions_are_asked_for(stack: ExitStack, free_port: 
     at_rest(pair)
 
 
+def test_prefill_gives_up_rooms_that_nobody_has_when_it_lacks_blocks(stack: ExitStack) -> None:
+    pair = Pair(stack)
+    for number in range(8):  # 5 of 24 blocks each
+        pair.prefill.add(request(f"p{number}", 20, TO_PREFILL))
+    pair.until(lambda: len(pair.prefill.ends) == 8)
+    for number in (0, 7):
+        pair.decode.add(request(f"d{number}", 20, pair.prefill.answers[f"p{number}"]))
+        assert served(pair, f"d{number}") is RequestEnd.LENGTH
+        assert torch.equal(side_of(pair, "decode").kv[f"d{number}"], expected(range(20)))
+    assert pair.decode.loaded == ["d7"]
+    assert outcomes(pair) == {"OUT_OF_CAPACITY": 1, "OK": 1}
+    for number in range(1, 7):
+        pair.decode.add(request(f"d{number}", 20, pair.prefill.answers[f"p{number}"]))
+        assert served(pair, f"d{number}") is RequestEnd.LENGTH
+    at_rest(pair)
+
+
 @pytest.mark.parametrize("policy", LoadFailurePolicy)
 def test_a_load_whose_prefill_is_gone(stack: ExitStack, policy: LoadFailurePolicy) -> None:
     pair = Pair(stack, policy=policy)

@@ -16,6 +16,7 @@ from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
     BlocksReleased,
     DeclineOrder,
+    EvictOrder,
     ExpectOrder,
     HandoffEnded,
     Order,
@@ -48,6 +49,9 @@ class ModelPool:
     def __init__(self, count: int) -> None:
         self.blocks = [Block(i) for i in range(count)]
         self.free = deque(self.blocks)
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
 
     def allocate(self, count: int) -> list[int] | None:
         if count > len(self.free):
@@ -94,6 +98,8 @@ class Handoff:
     #: blocks and how often each had been lent when they were ordered
     lent: dict[int, int] = field(default_factory=dict)
     sends: list[SendOrder] = field(default_factory=list)
+    #: a decode has the room
+    bound: bool = False
     aborted: bool = False
     ended: bool = False
 
@@ -149,6 +155,9 @@ class ModelWorker:
                 self.check_content(handoff)
             case AbortOrder():
                 if order.handoff in self.handoffs:
+                    self.handoffs[order.handoff].aborted = True
+            case EvictOrder():
+                if order.handoff in self.handoffs and not self.handoffs[order.handoff].bound:
                     self.handoffs[order.handoff].aborted = True
             case RefuseOrder():
                 self.refused.append(order)

@@ -9,6 +9,7 @@
 | `ReceiveOrder` | `KVManager.receive`, then `KVReceiver.publish` | the same two; vLLM gets the request id in `finished_recving` with `HandoffEnded`, once, and in `failed_recving` if it failed |
 | `RefuseOrder` | nothing | the id in `finished_recving` and `failed_recving`, once |
 | `AbortOrder` | `abort` | nothing by itself: what the hand-off owes |
+| `EvictOrder` | `KVSender.evict` | nothing by itself: what the hand-off owes, if no decode has its room |
 | `DeclineOrder` | `KVManager.decline` | nothing |
 
 An order for a hand-off that has ended is ignored.
@@ -94,6 +95,13 @@ class AbortOrder(msgspec.Struct, frozen=True, tag="abort"):
     error: ErrorInfo
 
 
+class EvictOrder(msgspec.Struct, frozen=True, tag="evict"):
+    """Prefill: end the hand-off unless a decode has bound its room."""
+
+    handoff: int
+    error: ErrorInfo
+
+
 class DeclineOrder(msgspec.Struct, frozen=True, tag="decline"):
     """Decode: tell prefill that nobody will take the KV of this room."""
 
@@ -103,7 +111,7 @@ class DeclineOrder(msgspec.Struct, frozen=True, tag="decline"):
     claim: bytes
 
 
-Order = ExpectOrder | SendOrder | ReceiveOrder | RefuseOrder | AbortOrder | DeclineOrder
+Order = ExpectOrder | SendOrder | ReceiveOrder | RefuseOrder | AbortOrder | EvictOrder | DeclineOrder
 
 
 class HandoffEnded(msgspec.Struct, frozen=True, tag="ended"):

@@ -14,6 +14,9 @@ class BlockPool(Protocol):
     def blocks(self) -> Sequence[Any]:
         """All blocks, by id."""
 
+    def get_num_free_blocks(self) -> int:
+        """The number of blocks that no request holds."""
+
     def touch(self, blocks: Sequence[Any]) -> None:
         """Hold blocks."""
 

@@ -7,6 +7,9 @@ Concurrent flow: the router gave both sides a `transfer_id`. The room is opened 
 each step sends its chunk. A preemption in between aborts the hand-off: to keep the pinned blocks of a request
 that needs as many again could stop prefill for as long as the room is open.
 
+Nobody was shown the blocks of a room that no decode has bound: when a request waits for blocks, the oldest
+such rooms of finished requests are given up.
+
 No request id is ever owed to `finished_sending`: pins keep the blocks after vLLM has freed the request.
 """
 
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from segue.integrations.vllm.vllm_claim import EngineRequest, ModelFacts, claim_of
-from segue.integrations.vllm.vllm_orders import AbortOrder, ExpectOrder, SendOrder
+from segue.integrations.vllm.vllm_orders import AbortOrder, EvictOrder, ExpectOrder, SendOrder
 from segue.integrations.vllm.vllm_params import PeerAddress, SendParams, answer_params, parse_params
 from segue.integrations.vllm.vllm_pins import BlockPool
 from segue.integrations.vllm.vllm_settings import ConnectorSettings
@@ -65,10 +68,18 @@ class PrefillTable(SchedulerTable):
         self.address: PeerAddress | None = None
         self._make_room = make_room
         self._prompts: dict[str, _Prompt] = {}
+        #: blocks that the prompt of each request needs
+        self._needs: dict[str, int] = {}
+        #: requests that have no blocks, in the order in which they lost or never had them
+        self._waiting: dict[str, None] = {}
+        #: hand-offs that were told to end unless somebody has them
+        self._evicted: set[int] = set()
 
     def new_request(self, request: EngineRequest) -> None:
         """Prepare the hand-off that the params ask for. One that cannot be made is a warning: prefill answers
         without `kv_transfer_params` of its own, and decode computes the prompt."""
+        self._needs[request.request_id] = self.block_count(len(request.tokens))
+        self._waiting[request.request_id] = None
         try:
             params = parse_params(request.params, self.secret)
             if params is None:
@@ -90,13 +101,18 @@ class PrefillTable(SchedulerTable):
 
     def allocated(self, request_id: str, blocks: Sequence[int], external: int) -> None:
         """Concurrent flow: open the room, once."""
+        self._waiting.pop(request_id, None)
         prompt = self._prompts.get(request_id)
         if prompt is None or not prompt.room or prompt.handoff:
             return
         prompt.handoff = self._expect(request_id, prompt, prompt.room)
 
     def step(self, scheduled: Iterable[ScheduledChunk], preempted: Iterable[str] = ()) -> None:
-        """Concurrent flow: send the chunk of each request in this step."""
+        """Concurrent flow: send the chunk of each request in this step. Both flows: give up rooms whose
+        blocks a request waits for."""
+        preempted = list(preempted)
+        self._waiting |= dict.fromkeys(self._needs.keys() & preempted)
+        self._evict()
         for request_id in preempted:
             self._preempted(request_id)
         for chunk in scheduled:
@@ -117,6 +133,8 @@ class PrefillTable(SchedulerTable):
     ) -> tuple[bool, dict[str, object] | None]:
         """Sequential flow: open the room with the whole prompt and answer with its address. A request that
         did not compute its prompt has no room."""
+        self._waiting.pop(request_id, None)
+        self._needs.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return False, None
@@ -138,7 +156,8 @@ class PrefillTable(SchedulerTable):
 
     def sizes(self) -> dict[str, int]:
         """See `SchedulerTable.sizes`."""
-        return {**super().sizes(), "prompts": len(self._prompts)}
+        own = {"prompts": len(self._prompts), "needs": len(self._needs), "waiting": len(self._waiting)}
+        return {**super().sizes(), **own}
 
     def _expect(self, request_id: str, prompt: _Prompt, room: int) -> int:
         handoff = self.open_handoff(request_id)
@@ -159,6 +178,22 @@ class PrefillTable(SchedulerTable):
         self.pins.hold(handoff, held)
         self.order(SendOrder(handoff, prompt.sent, end, held, end == prompt.tokens, ready))
         prompt.sent = end
+
+    def _evict(self) -> None:
+        self._evicted &= self._open.keys()
+        if not self._waiting:
+            return
+        needed = self._needs[next(iter(self._waiting))] - self.free_blocks()
+        needed -= sum(map(self.pins.blocks_of, self._evicted))
+        for handoff, request_id in self._open.items():
+            if needed <= 0:
+                return
+            if request_id in self._prompts or handoff in self._evicted or self.is_over(handoff):
+                continue
+            error = OutOfCapacity("prefill needed the blocks for another request before decode came")
+            self.order(EvictOrder(handoff, error.info))
+            self._evicted.add(handoff)
+            needed -= self.pins.blocks_of(handoff)
 
     def _preempted(self, request_id: str) -> None:
         prompt = self._prompts.get(request_id)

@@ -99,6 +99,7 @@ class SchedulerTable(ABC):
         self.settings = settings
         self.secret = secret
         self.pins = BlockPins(pool)
+        self._pool = pool
         self._figures = HandoffFigures()
         self._orders: list[Order] = []
         self._numbers = itertools.count(1)
@@ -226,6 +227,10 @@ class SchedulerTable(ABC):
     def is_over(self, handoff: int) -> bool:
         """The hand-off has ended, whether or not its blocks are released."""
         return handoff not in self._open or handoff in self._ended
+
+    def free_blocks(self) -> int:
+        """The number of blocks that no request holds."""
+        return self._pool.get_num_free_blocks()
 
     def block_count(self, tokens: int) -> int:
         """The number of blocks that hold so many tokens."""

@@ -20,6 +20,7 @@ from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
     BlocksReleased,
     DeclineOrder,
+    EvictOrder,
     ExpectOrder,
     HandoffEnded,
     Order,
@@ -209,6 +210,10 @@ class WorkerSide:
                     self._name(order.request_id, failed=True)
                 case AbortOrder():
                     self._abort(order)
+                case EvictOrder():
+                    half = self._halves.get(order.handoff)
+                    if half is not None and isinstance(half.handle, KVSender):
+                        half.handle.evict(order.error)
                 case DeclineOrder():
                     self._decline(order)
 
