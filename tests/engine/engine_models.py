@@ -287,6 +287,16 @@ def page_lists(engine, lengths, scatter_seed=None, base=0):
     return [[next(taken) for _ in range(count)] for count in counts]
 
 
+def engines(folder, page_tokens=16, pool_bytes=2**23):
+    """A function that loads the model in `folder`: an engine and the memory of its pool."""
+
+    def make():
+        engine = load_engine(folder, dtype="float32", pool_bytes=pool_bytes, page_tokens=page_tokens)
+        return engine, engine.memory
+
+    return make
+
+
 def references(tmp_path_factory, prompts):
     """A function of a family: a folder with its model, and the 8 tokens that transformers generates for each
     of `prompts`. Each family is made once."""

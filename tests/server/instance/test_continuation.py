@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import VOCAB, generate, save_model
+from engine_models import VOCAB, engines, generate, save_model
 from killable import Cluster, cluster, save_tokenizer
 
-from segue.engine.cpu.cpu_forward import load_engine
-from segue.engine.engine_api import Engine
 from segue.kv.ids import Role
-from segue.kv.transport.memory.pool_memory import Memory
 
 COUNT = 24
 SCHEMA = {
@@ -41,14 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = save_model(tmp_path_factory.mktemp("continued"), "llama")
     save_tokenizer(made, VOCAB)
     return made
-
-
-def engines(folder: Path) -> Callable[[], tuple[Engine, Memory]]:
-    def make() -> tuple[Engine, Memory]:
-        engine = load_engine(folder, dtype="float32", pool_bytes=2**22, page_tokens=16)
-        return engine, engine.memory
-
-    return make
 
 
 @pytest.fixture

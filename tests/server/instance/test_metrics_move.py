@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +14,10 @@ import msgspec
 import pytest
 import torch
 from deployment import Running
-from engine_models import VOCAB, save_model
+from engine_models import VOCAB, engines, save_model
 from killable import NAME, Cluster, cluster, save_tokenizer
 
-from segue.engine.cpu.cpu_forward import load_engine
-from segue.engine.engine_api import Engine
 from segue.kv.ids import Role
-from segue.kv.transport.memory.pool_memory import Memory
 
 Series = dict[tuple[str, tuple[str, ...]], float]
 
@@ -31,14 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = save_model(tmp_path_factory.mktemp("measured"), "llama")
     save_tokenizer(made, VOCAB)
     return made
-
-
-def engines(folder: Path) -> Callable[[], tuple[Engine, Memory]]:
-    def make() -> tuple[Engine, Memory]:
-        engine = load_engine(folder, dtype="float32", pool_bytes=2**22, page_tokens=16)
-        return engine, engine.memory
-
-    return make
 
 
 class Watch:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from deployment import Deployment, deployment, generates_only_with
-from engine_models import FAMILY_CONFIGS, VOCAB, generate, leads, save_model
+from engine_models import FAMILY_CONFIGS, VOCAB, engines, generate, leads, save_model
 
 from segue.engine.cpu.cpu_forward import load_engine
 from segue.engine.engine_api import Engine
@@ -75,16 +75,6 @@ def reference(folder: Callable[[str], Path]) -> Callable[[str, tuple[int, ...]],
                     [wanted[i]] = generate(folder(family), [asked[i]], COUNT)
             made[family, lengths] = asked, wanted
         return made[family, lengths]
-
-    return make
-
-
-def engines(
-    folder: Path, page_tokens: int = 16, pool_bytes: int = 2**23
-) -> Callable[[], tuple[Engine, Memory]]:
-    def make() -> tuple[Engine, Memory]:
-        engine = load_engine(folder, dtype="float32", pool_bytes=pool_bytes, page_tokens=page_tokens)
-        return engine, engine.memory
 
     return make
 

@@ -559,34 +559,9 @@ def test_dp_ranks_of_one_instance_are_started_again_together(
     assert caplog.text.count("event=died") == 1
 
 
-def test_who_was_switched_comes_back_in_that_role_and_under_its_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "segue.serve")
-    roles: list[Role] = []
-    behaviours = {"decode-1": "switched"}
-
-    def announce(supervisor: Supervisor, url: str) -> None:
-        given = supervisor.command
-
-        def command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
-            roles.append(role)
-            behaviours.clear()
-            return given(role, config)
-
-        supervisor.command = command
-        switched = child(supervisor, "decode-1")
-        switched.signal(signal.SIGUSR1)
-        when(lambda: switched.role is Role.PREFILL, lambda: switched.signal(signal.SIGKILL))
-        when(lambda: "serves_again child=decode-1" in caplog.text, supervisor.stop)
-
-    assert run(tmp_path / "j", announce, decode=2, behaviours=behaviours) == ServeResult(0)
-    assert roles == [Role.PREFILL]
-    assert "child=decode-1-as-prefill how='signal 9 (SIGKILL)'" in caplog.text
-
-
-def test_who_was_switched_comes_back_in_that_role_also_after_a_death_while_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("deaths", [0, 1])
+def test_a_switched_instance_restarts_in_its_role_and_under_its_name_also_after_a_death_while_it_loads(
+    deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "segue.serve")
     for module in (restarts, process_tree):
@@ -599,7 +574,7 @@ def test_who_was_switched_comes_back_in_that_role_also_after_a_death_while_it_lo
 
         def command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
             roles.append(role)
-            behaviours["decode-1"] = "killed" if len(roles) == 1 else "ok"
+            behaviours["decode-1"] = "killed" if len(roles) <= deaths else "ok"
             return given(role, config)
 
         supervisor.command = command
@@ -609,7 +584,8 @@ def test_who_was_switched_comes_back_in_that_role_also_after_a_death_while_it_lo
         when(lambda: "serves_again child=decode-1" in caplog.text, supervisor.stop)
 
     assert run(tmp_path / "j", announce, decode=2, behaviours=behaviours) == ServeResult(0)
-    assert roles == [Role.PREFILL] * 2
+    assert roles == [Role.PREFILL] * (deaths + 1)
+    assert "child=decode-1-as-prefill how='signal 9 (SIGKILL)'" in caplog.text
 
 
 def test_who_fails_again_and_again_ends_the_service_with_the_reason(
