@@ -13,6 +13,7 @@ import pytest
 
 from segue.cli import extras
 from segue.cli.flags import OTHER_VARIABLES
+from segue.integrations.sglang.sglang_settings import PREFIX, BackendSettings
 from segue.kv.errors import ConfigError
 from segue.server.settings.commands import COMMANDS
 from segue.server.settings.layers import settings
@@ -127,6 +128,7 @@ def test_the_wheel_that_the_download_error_recommends_is_taken(tmp_path: Path) -
 
 def test_every_variable_that_a_sentence_names_is_one_that_counts() -> None:
     known = {s.variable for cls in COMMANDS.values() for s in settings(cls).values()} | set(OTHER_VARIABLES)
+    known |= {PREFIX + field.upper() for field in BackendSettings.__struct_fields__} | {PREFIX.rstrip("_")}
     for path in (Path(__file__).parents[2] / "src").rglob("*.py"):
         if path.name == "flag_aliases.py":
             continue

@@ -33,9 +33,9 @@ _GROUPS = {
     "engine": "model and memory",
     "ranks": "ranks of each side",
     "answers": "answers",
-    "access": "who may ask",
-    "events": "what the prefix caches hold",
-    "tls": "encryption between the parts",
+    "access": "access",
+    "events": "events of prefix caches",
+    "tls": "TLS between the parts",
     "limit": "limits",
     "log": "log",
 }

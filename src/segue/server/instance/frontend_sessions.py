@@ -64,7 +64,7 @@ class FrontendSessions:
         if self.deliver is not None and isinstance(message, Submit | Cancel | FlushCache | FollowPrefixes):
             self.deliver(FromFrontend(session.peer.leader.incarnation, message))
         elif isinstance(message, FindPrefill) and self.rooms is None:
-            refused = PeerRefused("this prefill instance has no HTTP door; start it with --http-port")
+            refused = PeerRefused("this prefill instance has no HTTP port; start it with --http-port")
             session.send(PrefillFound(room=message.room, error=refused.info, elsewhere=True))
         elif isinstance(message, FindPrefill) and self.rooms is not None:
             self.rooms.meet(session, message)

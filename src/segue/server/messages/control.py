@@ -3,7 +3,7 @@
 The frontend sends `Submit` to both leaders of a ticket at once; decode answers `Outputs`; prefill
 answers only `Outputs` with an error, so that a failure is known at once on either leg.
 
-`FindPrefill`, `PrefillFound` and `Done` go between the HTTP doors of two instances, when a foreign
+`FindPrefill`, `PrefillFound` and `Done` go between the HTTP servers of two instances, when a foreign
 router has posted the two legs of one request to them: decode's door, which is a frontend to the leaders,
 asks; prefill's door answers.
 """

@@ -73,7 +73,7 @@ class ServeConfig:
     transport: str = text(TRANSPORT_HELP, "auto", metavar="NAMES")
     kv_checksum: str = text(CHECKSUM_HELP, "full", choices=CHECKSUM_MODES, metavar="MODE")
     instance_doors: bool = switch(
-        "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
+        "open an HTTP port for each instance (health, metrics, integrity), on loopback; free ports"
     )
     bootstrap_port: int = integer("loopback port of its registry; 0 takes a free one", 0, high=65535)
     restart: str = text(
@@ -216,7 +216,7 @@ class InstanceConfig:
         "data port that peers are told, behind a proxy or NAT (default: --data-port)", low=1, high=65535
     )
     http_port: int | None = integer(
-        "open an HTTP door for probes, scrapers and other people's routers; 0 takes a free one",
+        "HTTP port for probes, scrapers and foreign routers; 0 takes a free one",
         high=65535,
     )
     door: str = text("what that door offers", "all", choices=("all", "probes"), metavar="WHAT", hidden=True)
@@ -355,7 +355,7 @@ class InstanceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
-    """`segue frontend`: the HTTP door of a deployment. `secret` as in `InstanceConfig`."""
+    """`segue frontend`: the HTTP server of a deployment. `secret` as in `InstanceConfig`."""
 
     registry: str = required(REGISTRY_HELP, metavar="URL")
     host: str = _client_host()

@@ -59,7 +59,7 @@ class RanksConfig:
     decode_tp: int = integer(f"decode: {TP_HELP}", 1, low=1, high=64)
     decode_pp: int = integer(f"decode: {PP_HELP}", 1, low=1, high=64)
     decode_dp: int = integer("data-parallel ranks of each decode instance", 1, low=1, high=64)
-    enable_expert_parallel: bool = switch(f"where an instance has several: {EXPERTS_HELP}")
+    enable_expert_parallel: bool = switch(EXPERTS_HELP)
 
     def __post_init__(self) -> None:
         if self.enable_expert_parallel:

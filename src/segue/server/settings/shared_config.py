@@ -1,4 +1,4 @@
-"""Branches that the settings of several commands share: the model, bounds, answers, keys, TLS and logs."""
+"""Branches that the settings of several commands share: the model, limits, answers, keys, TLS and logs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LimitsConfig:
     max_batch: int = integer("sequences in one decode step", _DEFAULTS.max_batch, low=1, high=65536)
     max_body_bytes: int = integer("largest HTTP body", _DEFAULTS.max_body_bytes, low=1024)
     keepalive_s: float = number(
-        "silence after which a peer is asked for a sign", _DEFAULTS.keepalive_s, low=0.05, metavar="S"
+        "ping a peer after so long without sending", _DEFAULTS.keepalive_s, low=0.05, metavar="S"
     )
     peer_silence_s: float = number(
         "silence after which a peer counts as lost", _DEFAULTS.peer_silence_s, low=0.1, metavar="S"
