@@ -140,6 +140,72 @@ MUTANTS = (
         "        if True:\n            self._remove(leader",
         "an instance leaves as a whole",
     ),
+    Mutant(
+        "bind before check",
+        "kv/protocol/rooms.py",
+        "        if machine is None:\n            return\n        room.state, room.machine",
+        "        if machine is None:\n            return self._close(room, self._over(room))\n"
+        "        room.state, room.machine",
+        "the first that comes has the room, right or wrong",
+    ),
+    Mutant(
+        "replace by number",
+        "kv/protocol/rooms.py",
+        "said = live is not None and message.replaces == live.attempt",
+        "said = live is not None and transfer.attempt > live.attempt",
+        "a later attempt ends the one before, though nobody says so",
+    ),
+    Mutant(
+        "Gone while draining",
+        "kv/protocol/exchange.py",
+        "            if not self.tell(machine, message) and kind is Destination:\n"
+        '                self.counters["repeats"] += 1\n',
+        "            if not self.tell(machine, message):\n                self._tombstones.received(event)\n",
+        "prefill says that it knows no such hand-off while its writes run",
+    ),
+    Mutant(
+        "tombstone after the answer",
+        "kv/protocol/rooms.py",
+        "        self._tombstones.add_unopened(transfer, error, ended_by_peer=True)\n"
+        "        self._turn.emit(Send(peer, Failed(transfer, error)))\n",
+        "        self._turn.emit(Send(peer, Failed(transfer, error)))\n",
+        "a destination that was refused may come again",
+    ),
+    Mutant(
+        "park after close",
+        "kv/protocol/rooms.py",
+        "            self._refuse(peer, message.transfer, room.error or self._over(room))\n",
+        "            self._early(room, peer, message)\n",
+        "a destination waits for a room that is over",
+    ),
+    Mutant(
+        "replay without the metadata",
+        "kv/protocol/rooms.py",
+        "        for event in (*sent, room.partial, room.metadata):",
+        "        for event in (*sent, room.partial):",
+        "the second decode waits for its first token",
+    ),
+    Mutant(
+        "two redirects",
+        "kv/protocol/receptions.py",
+        "if open_rank and not reception.moved and instance",
+        "if open_rank and instance",
+        "prefill may send decode from rank to rank",
+    ),
+    Mutant(
+        "commit and replacement swapped",
+        "kv/protocol/rooms.py",
+        "        if room.machine is not None and room.machine.in_doubt:\n",
+        "        if False:\n",
+        "a replacement binds although the first decode may have committed",
+    ),
+    Mutant(
+        "a grant that is not withdrawn",
+        "kv/protocol/receiver.py",
+        "        if self.fences.waiting or self.tally.unverified:",
+        "        if (self.fences.waiting and not self.peer_done) or self.tally.unverified:",
+        "decode uses pages again that its own ranks still let others write",
+    ),
 )
 
 #: Runs in the copy: the number of each seed as it begins, until one fails, then one line of JSON. A sabotage

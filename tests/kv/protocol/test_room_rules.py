@@ -174,6 +174,27 @@ def test_rule_2_a_bad_first_claimant_leaves_the_room_open(wrong: str, parked: bo
     assert words(b.hear(destination())) == ["Accepted"]
 
 
+@pytest.mark.parametrize("word", [Abort, Gone], ids=["abort", "gone"])
+def test_rule_2_the_end_of_a_later_attempt_that_was_refused_leaves_a_placed_room_open(word: type) -> None:
+    b = Bench()
+    b.expect(decode=ONE)
+    later = destination(attempt=1, claim=b"another")
+    assert refused(b.hear(later))[0] is ErrorCode.METADATA_MISMATCH
+    assert words(b.hear(word(later.transfer))) in (["Gone"], [])
+    assert b.phase() is KVPoll.BOOTSTRAPPING
+    assert words(b.hear(destination())) == ["Accepted"]
+
+
+def test_rule_2_the_end_of_the_placed_attempt_that_was_refused_ends_its_room() -> None:
+    """Its decode has ended its half, and no other may come: the engine need not wait for the deadline."""
+    b = Bench()
+    b.expect(decode=ONE)
+    placed = destination(claim=b"another")
+    assert refused(b.hear(placed))[0] is ErrorCode.METADATA_MISMATCH
+    b.hear(Abort(placed.transfer))
+    assert b.phase() is KVPoll.FAILED
+
+
 def test_rule_2_an_epoch_that_is_in_use_is_refused_and_leaves_both_rooms_as_they_are() -> None:
     b, other = bound(), RoomKey(8)
     b.expect(other)
@@ -1011,7 +1032,12 @@ def test_rule_11_a_receiver_that_ends_before_it_published_declines_with_its_clai
     assert (declined.transfer, declined.claim) == (d.to(0), CLAIM)
     assert declined.error.code is ErrorCode.ABORTED_BY_CLIENT
     told = d.tell(events.DeclineRoom(RoomKey(9), d.ranks[1], LEFT, CLAIM))
-    assert said(told, d.ranks[1]) == [Declined(TransferId(9, 0, d.ranks[1], ONE), LEFT, CLAIM)]
+    [word] = said(told, d.ranks[1])
+    assert isinstance(word, Declined)
+    assert (word.transfer, word.claim) == (TransferId(9, 0, d.ranks[1], ONE), CLAIM)
+    # The engine's reason becomes the one of prefill's room, and says where it began.
+    assert (word.error.text, word.error.phase) == (LEFT.text, "BOOTSTRAPPING")
+    assert word.error.origin.startswith("decode")
 
 
 # ---- words of the engine -------------------------------------------------------------------------

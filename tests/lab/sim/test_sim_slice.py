@@ -17,6 +17,7 @@ import pytest
 from segue.cli.commands.sim import main
 from segue.kv.errors import ConfigError
 from segue.lab.sim.deployment import Deployment
+from segue.lab.sim.room_checks import RULES, rule_name
 from segue.lab.sim.run import Outcome, load, replay_command, run_scenario, shrink
 from segue.lab.sim.scenario import make_scenario
 from segue.lab.sim.sim_leader import LeaderNode
@@ -64,6 +65,11 @@ RARE = (
 )
 
 
+#: Rules of rooms (`room_checks.RULES`) at work in any twenty seeds; all but the rarest are in eighty.
+RULES_COMMON = {1, 2, 3, 5, 6, 7, 9, 10, 11}
+RULES_RARE = {(8, "sent on twice"), (9, "bindings spent"), (7, "expired"), (3, "permitted by the placer")}
+
+
 def counts_of(seeds: range) -> Counter[str]:
     """What happened in the seeds, none of which may break a rule, each under enough faults."""
     counts: Counter[str] = Counter()
@@ -83,6 +89,8 @@ def counts_of(seeds: range) -> Counter[str]:
 def test_no_invariant_breaks_under_faults() -> None:
     counts = counts_of(SMALL_PART)
     assert [name for name in COMMON if not counts[name]] == []
+    worked = {rule for rule, names in RULES.items() if any(counts[rule_name(rule, name)] for name in names)}
+    assert worked >= RULES_COMMON
     assert [thread for thread in threading.enumerate() if thread.name.startswith("sim ")] == []
 
 
@@ -91,6 +99,8 @@ def test_no_invariant_breaks_under_faults() -> None:
 def test_no_invariant_breaks_under_faults_in_more_seeds(seeds: range) -> None:
     counts = counts_of(seeds)
     assert [name for name in COMMON + RARE if not counts[name]] == []
+    every = {(rule, name) for rule, names in RULES.items() for name in names}
+    assert {(rule, name) for rule, name in every - RULES_RARE if not counts[rule_name(rule, name)]} == set()
     assert [thread for thread in threading.enumerate() if thread.name.startswith("sim ")] == []
 
 

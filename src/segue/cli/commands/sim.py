@@ -77,6 +77,9 @@ def sim(args: argparse.Namespace) -> int:
     }
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
+    worked = [f"  {name}: {count}" for name, count in sorted(counts.items()) if name.startswith("room rule")]
+    if worked:
+        print("\n".join(["rules of rooms that were at work, and how often:", *worked]))
     print(
         f"{result['seeds']} seeds, {events} events, {counts['hand-offs']} hand-offs ({under_faults} of them "
         f"in seeds that a fault struck), {virtual_s / 3600:.1f} virtual hours in {took_s:.1f} s "
@@ -99,6 +102,8 @@ def _show(seed: int, only: str, outcome: Outcome, check_every: int) -> None:
         print(line)
     for fault in small.faults:
         print(f"  fault {fault}")
+    for plan in small.rooms[:20]:
+        print(f"  room {plan}")
     for wanted in small.requests[:20]:
         print(f"  request {wanted}")
     print(f"features: {', '.join(outcome.features)}")

@@ -155,7 +155,8 @@ class Receptions:
         """See `DeclineRoom`."""
         key, me = event.key, self._local.me
         transfer = TransferId(key.room, key.attempt, event.prefill, me, key.generation, key.ordinal)
-        self._turn.emit(Send(event.prefill, Declined(transfer, event.error, event.claim)))
+        error = self._tombstones.record(event.error, key.room, event.prefill)
+        self._turn.emit(Send(event.prefill, Declined(transfer, error, event.claim)))
 
     def _due(self, key: RoomKey) -> None:
         """The deadline has passed. A hand-off that goes on has it, too."""

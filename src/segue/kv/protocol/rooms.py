@@ -456,6 +456,7 @@ class Rooms:
     def _peer_ended(self, room: Room | None, peer: LeaderId, message: Failed | Abort | Gone) -> None:
         """Decode has ended a hand-off that has no machine here."""
         transfer = message.transfer
+        refused = transfer in self._tombstones.ended
         error = self._tombstones.error_of(message, peer)
         if room is None or not self._void(room, transfer, error):
             self._tombstones.received(Received(peer, message))
@@ -463,7 +464,10 @@ class Rooms:
             self._turn.emit(Send(peer, Drained(transfer)))
         if room is None or room.expected is None or isinstance(message, Gone):
             return
-        placed = room.expected.decode == peer and transfer.attempt >= room.expected.attempt
+        # A later attempt that was refused here ends by that, and leaves the room open.
+        attempt = room.expected.attempt
+        later = transfer.attempt > attempt and not refused
+        placed = room.expected.decode == peer and (transfer.attempt == attempt or later)
         if room.state is _S.EXPECTED and placed and not room.expected.retain_s:
             self._close(room, error, tell=False)
 

@@ -157,6 +157,8 @@ class Causes:
         self.conflicts: set[int] = set()
         #: rooms of which decode finds the DP rank of prefill by what the registry lists
         self.open_rooms: set[int] = set()
+        #: what a room without a placement may end with although nothing has struck it
+        self.of_rooms: dict[int, set[ErrorCode]] = {}
         #: until when requests waited on an instance
         self._short: dict[LeaderId, float] = {}
 
@@ -252,6 +254,8 @@ class Causes:
             return "an internal error that nobody injected"
         if route is None:
             return "nobody has placed it"
+        if error.code in self.of_rooms.get(rooms[-1], ()):
+            return ""
         wrong = "" if route.asked.wanted.bad else self._why(error, rooms[-1], route)
         route.chained = route.chained or not wrong
         return wrong
@@ -274,11 +278,11 @@ class Causes:
                 return ""
             case ErrorCode.CHECKSUM_MISMATCH if any(t.room == room for t in state.flipped):
                 return ""
-            case _ if code in _UNASKED and room in self.open_rooms and self._unlisted(now):
+            case _ if code in _UNASKED and self._looked_up(room) and self._unlisted(now):
                 return ""
             case ErrorCode.PEER_REFUSED | ErrorCode.LAYOUT_MISMATCH if self._mismatched(route):
                 return ""
-            case ErrorCode.PEER_LOST if room in self.open_rooms and self._unlisted(now):
+            case ErrorCode.PEER_LOST if self._looked_up(room) and self._unlisted(now):
                 return ""
             case ErrorCode.PEER_REFUSED if self._changed_role(route):
                 return ""
@@ -308,6 +312,10 @@ class Causes:
 
     def _mismatched(self, route: AttemptCause) -> bool:
         return len({(spec.model, spec.layers) for spec in self._specs(route)}) > 1
+
+    def _looked_up(self, room: int) -> bool:
+        """Whether decode finds prefill by what the registry lists; else a frontend has chosen both."""
+        return room in self.open_rooms or room in self.of_rooms
 
     def _unlisted(self, now: float) -> bool:
         """Whether the registry may have forgotten somebody who lives, or could not be asked."""

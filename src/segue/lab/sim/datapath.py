@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import Content
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S
 from segue.kv.transport.base import Endpoint, EventSink, Transport, TransportEvent, WriteFailed, Written
+from segue.kv.transport.epochs import Grants
 from segue.kv.transport.kinds import KINDS, TransportKinds
 from segue.kv.transport.memory.copy_queue import CopyJob
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
@@ -288,8 +289,8 @@ class SimTransport(Transport):
     inner: Transport
     memory_kinds = frozenset(MemoryKind)
     make_path: ClassVar[type[DataPath]]
-    #: as many as there are live grants
-    grants: Sized
+    #: the live ones, by peer and epoch
+    grants: Grants | Mapping[tuple[RankId, int], int]
 
     def __init__(self, node: KVView, rank: int, on_event: EventSink) -> None:
         self._node = node
@@ -449,7 +450,7 @@ class SimShm(SimTransport):
             copy=self._copy,
             host=self.host,
         )
-        self.grants = self.inner._table
+        self.grants = self.inner._table._of
 
     def end_a_thread(self) -> None:
         """The next slice ends the thread that copies it, or the next turn the I/O thread."""

@@ -9,6 +9,7 @@ from segue.lab.sim.clients import Wanted
 from segue.lab.sim.fault_actions import Strikes
 from segue.lab.sim.front import FrontNode
 from segue.lab.sim.invariants import Checks
+from segue.lab.sim.room_engine import RoomStories
 from segue.lab.sim.scenario import Scenario
 from segue.lab.sim.sim_leader import LeaderNode
 from segue.lab.sim.sim_node import KVNode
@@ -48,10 +49,12 @@ class Deployment:
             self.supervisor.start_front(index)
         for wanted in scenario.requests:
             world.at(wanted.at, None, self._ask, wanted)
+        RoomStories(self.state, self.causes).start()
         for fault in scenario.faults:
             world.at(fault.at, None, self.strikes.strike, fault)
         longest = max((f.at + f.seconds for f in scenario.faults), default=0.0)
-        last = max((r.at for r in scenario.requests), default=0.0)
+        asked = [r.at for r in scenario.requests] + [r.at for r in scenario.rooms]
+        last = max(asked, default=0.0)
         for feature in scenario.features & {"session backlog", "full queues"}:
             self.causes.struck(feature)
         world.at(1.0, None, self._sweep)

@@ -11,7 +11,7 @@ from typing import Any
 from segue.kv.errors import ErrorInfo, Internal
 from segue.kv.ids import KVPoll, LeaderId, Role, RoomKey, TransferId
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import Destination, Drained, Metadata, Moved
+from segue.kv.protocol.messages import Destination, Drained, Gone, Metadata, Moved
 from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT
 from segue.lab.sim.answer_checks import AnswerChecks
 from segue.lab.sim.bit_flips import BitFlips
@@ -19,6 +19,7 @@ from segue.lab.sim.causes import Causes
 from segue.lab.sim.node_views import Exposed, KVView, NodeView, fronts, leaders
 from segue.lab.sim.rank_checks import Half, RankChecks
 from segue.lab.sim.request_checks import RequestChecks
+from segue.lab.sim.room_checks import RoomChecks
 from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Violation
 from segue.server.schedulers.prefill_result import decode_result
@@ -48,6 +49,8 @@ class Checks:
         #: (leader, the engine's name of its half) → its newest hand-off, and the last phase
         self.transfers: dict[tuple[LeaderId, RoomKey], TransferId] = {}
         self._rooms: dict[tuple[LeaderId, RoomKey], KVPoll] = {}
+        #: halves that the protocol has refused
+        self.never_opened: set[tuple[LeaderId, RoomKey]] = set()
         self._freed: set[tuple[LeaderId, RoomKey]] = set()
         #: whom a half may speak with before it has a hand-off: prefill's placed decode, decode's instance
         self._placed: dict[tuple[LeaderId, RoomKey], LeaderId | None] = {}
@@ -63,6 +66,7 @@ class Checks:
         self.answers = AnswerChecks(state, causes)
         self.requests = RequestChecks(state, causes)
         self.ranks = RankChecks(state, self.halves, self.reads)
+        self.rooms = RoomChecks(state, self.halves)
         self.bound_s = state.timing.bound_s
 
     # ---- each effect ---------------------------------------------------------------------------
@@ -79,9 +83,9 @@ class Checks:
         elif kind is events.Send:
             if isinstance(effect.message, Destination):
                 self._published(node, effect.message)
-            elif isinstance(effect.message, Drained):
+            elif isinstance(effect.message, Drained | Gone | Moved):
                 self.ranks.drained(node, effect.message.transfer)
-            elif isinstance(effect.message, Moved):
+            if isinstance(effect.message, Moved):
                 redirect = node.spec.on_conflict == REDIRECT_ON_CONFLICT
                 if redirect != (effect.message.error is None):
                     text = f"{node.name} answers a conflict with {effect.message}"
@@ -106,11 +110,17 @@ class Checks:
 
     def scope(self, node: KVView, event: Any, effects: list[Any]) -> None:
         """12 and 13: an event changes its own hand-off, a lost peer exactly those bound to it."""
+        rooms = self.rooms
+        if isinstance(event, events.PeerDown):
+            rooms.parked_of(node, event.peer)
+        (rooms.prefill if node.spec.role is Role.PREFILL else rooms.decode)(node, event, effects)
         if isinstance(event, events.ExpectRoom):
             self._placed[node.me, event.key] = event.decode
-            if event.decode is not None:
+            if event.decode is not None and not event.retain_s:
                 key = event.key
-                placed = TransferId(key.room, event.attempt, node.me, event.decode)
+                placed = TransferId(
+                    key.room, event.attempt, node.me, event.decode, key.generation, key.ordinal
+                )
                 self.transfers[node.me, key] = placed
         elif isinstance(event, events.OpenReceiver):
             self._placed[node.me, event.key] = event.prefill
@@ -121,9 +131,14 @@ class Checks:
         if isinstance(event, events.PeerUp | events.PeerDown):
             for effect in effects:
                 about, peer = self._about(node, effect)
-                if peer is not None and event.peer not in (
-                    peer,
-                    LeaderId(peer.incarnation, event.peer.dp_rank),
+                if (
+                    peer is not None
+                    and event.peer
+                    not in (
+                        peer,
+                        LeaderId(peer.incarnation, event.peer.dp_rank),
+                    )
+                    and event.peer not in rooms.came.get((node.me, about), ())
                 ):
                     raise Violation("13", f"{node.name}: {event} touched {about}", (about.room,))
             return
@@ -167,7 +182,7 @@ class Checks:
     def is_over(self, node: KVView, event: Any) -> bool:
         """Whether the hand-off that `event` speaks of has ended here and let everything go."""
         if (key := getattr(event, "key", None)) is not None:
-            return (node.me, key) in self._freed
+            return (node.me, key) in self._freed or (node.me, key) in self.never_opened
         half = self.halves.get((node.me, getattr(event, "transfer", None)))  # type: ignore[arg-type]
         return half is not None and half.released_at is not None
 
@@ -188,7 +203,9 @@ class Checks:
             return
         half = self.halves.get((node.me, transfer))
         unbound = half is not None and half.phase is KVPoll.BOOTSTRAPPING
-        if begins or (unbound and effect.phase is KVPoll.FAILED):
+        if unbound and effect.phase is KVPoll.SUCCESS:  # another attempt had it
+            del self.halves[node.me, transfer], self.open[node.me, transfer]
+        elif begins or (unbound and effect.phase is KVPoll.FAILED):
             self._phase(node, events.HandoffPhase(transfer, effect.phase, effect.error))
 
     def _room_freed(self, node: KVView, key: RoomKey) -> None:
@@ -226,10 +243,14 @@ class Checks:
                 or (self.world.now < half.ended_at + until_s and node.jumped_at <= half.ended_at)
             ):
                 raise Violation("1", f"a second half of {effect.transfer} on {node.name}", room)
-            half = self.halves[key] = self.open[key] = Half(node, self.world.now)
+            half = self._begin(key, node)
             if node.spec.role is Role.DECODE:
                 self.transfers[node.me, effect.transfer.received_as] = effect.transfer
                 self.state.counts["hand-offs"] += 1
+        elif half is None and effect.phase is KVPoll.WAITING_FOR_INPUT and node.spec.role is Role.PREFILL:
+            # Somebody has bound a room that was not placed for this hand-off.
+            half = self._begin(key, node)
+            half.phase = KVPoll.BOOTSTRAPPING
         if half is None:
             raise Violation("1", f"a phase of {effect.transfer}, which {node.name} never opened", room)
         if effect.phase not in NEXT[half.phase]:
@@ -255,6 +276,10 @@ class Checks:
             self.state.counts["succeeded" if node.spec.role is Role.DECODE else "committed"] += 1
         else:
             self._root_cause(effect.error, room)
+
+    def _begin(self, key: tuple[LeaderId, TransferId], node: KVView) -> Half:
+        half = self.halves[key] = self.open[key] = Half(node, self.world.now)
+        return half
 
     def _root_cause(self, error: ErrorInfo | None, rooms: tuple[int, ...]) -> None:
         """25, and no reason that nothing in this scenario can give."""
@@ -309,6 +334,8 @@ class Checks:
         half.released_at = self.world.now
         self.open.pop((node.me, transfer), None)
         if node.spec.role is Role.DECODE:
+            if half.phase is KVPoll.FAILED and half.epoch:
+                self.rooms.granted_no_more(node, transfer, half.epoch)
             node.exposed.pop(half.epoch, None)
             if half.quarantined:
                 self.state.counts["quarantined"] += 1
@@ -341,7 +368,7 @@ class Checks:
     def node(self, node: NodeView) -> None:
         """Everything about one node."""
         try:
-            if node.squeezed:
+            if node.borrowed:
                 node.pool.check_integrity()
             else:
                 node.scheduler.check_integrity()
@@ -366,7 +393,7 @@ class Checks:
             jobs |= {id(entry.state): entry.state for entry in scheduler.table.values()}
         jobs |= {id(state): state for state, _ in scheduler._held}
         held = [
-            node.squeezed,
+            node.borrowed,
             *(job.pages for job in jobs.values()),
             *(n.pages for n in scheduler.cache.tree._recent),
         ]
@@ -453,11 +480,13 @@ class Checks:
     def _hidden_quarantine(self, node: KVView) -> None:
         """3: pages that wait for a proof are counted as such, or nobody would hear the alarm."""
         scheduler: Any = node.scheduler
-        for key in list(scheduler.table):
+        for key in [*scheduler.table, *node.room_keys]:
             transfer = self.transfers.get((node.me, key))
             half = None if transfer is None else self.halves.get((node.me, transfer))
             if half is None or not half.quarantined or half.released_at is not None or half.ended_at is None:
                 continue
+            if not self._rooms[node.me, key].terminal:
+                continue  # on its way to another rank: the pages are still those of a request that lives
             if min(self.world.now - half.ended_at, self.world.now - node.resumed_at) < 1.0:
                 continue
             if not set(half.pages) <= set(node.pool._holds):

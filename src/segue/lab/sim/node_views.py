@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from segue.engine.pages import PagePool
 from segue.kv.clock import Clock
-from segue.kv.ids import LeaderId, TransferId
+from segue.kv.ids import LeaderId, RoomKey, TransferId
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
 from segue.kv.protocol.exchange import Exchange
@@ -54,6 +54,8 @@ class NodeView(Process):
     #: pages that a fault has taken
     squeezed: list[int]
     draining: bool
+    #: an operator has it drain, to turn it
+    steered: bool
     drained: bool
     draining_since: float | None
 
@@ -61,6 +63,11 @@ class NodeView(Process):
     def busy(self) -> bool:
         """A forward runs."""
         raise NotImplementedError
+
+    @property
+    def borrowed(self) -> list[int]:
+        """Pages of the pool that its role knows nothing of."""
+        return self.squeezed
 
     def record(self) -> InstanceRecord:
         """What the registry is told."""
@@ -120,6 +127,15 @@ class KVView(NodeView):
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where in our pool an address is; None if not all of these bytes are in it."""
+        raise NotImplementedError
+
+    @property
+    def room_keys(self) -> Sequence[RoomKey]:
+        """The halves of rooms that were not placed here."""
+        raise NotImplementedError
+
+    def owned(self, key: RoomKey) -> set[int]:
+        """The pages and the slot, as `LineageEngine.touched` counts them, of whoever has this half."""
         raise NotImplementedError
 
     def check_source(self, peer: LeaderId, epoch: int, ranges: list[tuple[int, int]]) -> None:

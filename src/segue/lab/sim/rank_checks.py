@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from segue.kv.ids import KVPoll, LeaderId, Role, TransferId
 from segue.kv.protocol import events
@@ -94,7 +93,9 @@ class RankChecks:
         epoch = half.epoch if half is not None else 0
         if epoch and any(path.busy_with(epoch) for path in node.paths_to(transfer.decode)):
             raise Violation(
-                "4", f"{node.name} says {transfer} is drained while a write runs", (transfer.room,)
+                "4",
+                f"{node.name} says that nothing of {transfer} is written while a write runs",
+                (transfer.room,),
             )
 
     def reading(self, node: KVView, peer: LeaderId, epoch: int, pages: set[int]) -> None:
@@ -107,9 +108,7 @@ class RankChecks:
         transfer = self._reads.get((node.me, peer, epoch))
         if transfer is None:
             raise Violation("3", f"{node.name} sends pages of epoch {epoch:x} that it has given up")
-        scheduler: Any = node.scheduler
-        entry = scheduler.table.get(transfer.sent_as)
-        if entry is None or not pages <= node.engine.touched(entry.state.pages, entry.state.slot):
+        if not pages <= node.owned(transfer.sent_as):
             raise Violation("3", f"{node.name} reads pages that {transfer} does not own", (transfer.room,))
 
     def hashing(self, node: KVView, transfer: TransferId, pages: set[int]) -> None:

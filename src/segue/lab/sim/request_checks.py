@@ -105,7 +105,7 @@ class RequestChecks:
         prefill side, or for pages that a hand-off has, which come back by its end. A deadline is no such end.
         """
         scheduler: Any = node.scheduler
-        if node.squeezed:
+        if node.borrowed:
             return
         batch, queue = getattr(scheduler, "batch", None), getattr(scheduler, "queue", None)
         ready: list[Any] = []

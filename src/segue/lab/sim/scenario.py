@@ -13,6 +13,7 @@ from segue.kv.ids import ChecksumMode, Role
 from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, FOLLOW_BOOTSTRAP_ROOM, REDIRECT_ON_CONFLICT
 from segue.lab.sim.clients import Wanted
 from segue.lab.sim.node_spec import VOCAB, NodeSpec
+from segue.lab.sim.room_plans import RoomPlan, draw_rooms
 from segue.lab.sim.sim_engine import reference
 from segue.lab.sim.splits import Splits, draw_splits
 from segue.lab.sim.timing import Timing
@@ -67,6 +68,7 @@ class Scenario:
     nodes: list[NodeSpec]
     requests: list[Wanted]
     faults: list[Fault] = field(default_factory=list)
+    rooms: list[RoomPlan] = field(default_factory=list)
     busy_s: float = 1.0
     #: frontends that do not cancel at a deadline: instances must end such requests themselves
     forgetful: bool = False
@@ -86,12 +88,13 @@ class Scenario:
             self,
             requests=[r for r in self.requests if r.name in names],
             faults=[f for f in self.faults if f.name in names],
+            rooms=[r for r in self.rooms if r.name in names],
         )
 
     @property
     def names(self) -> list[str]:
         """The names of everything that can be left out."""
-        return [f.name for f in self.faults] + [r.name for r in self.requests]
+        return [f.name for f in self.faults] + [r.name for r in self.rooms] + [r.name for r in self.requests]
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -189,6 +192,13 @@ def make_scenario(seed: int) -> Scenario:
     _vary_order(random.Random(f"segue order {seed}"), scenario)
     if not splits.several and random.Random(f"segue layers {seed}").random() < 0.5:
         scenario.nodes = [replace(node, send_layers=node.role is Role.PREFILL) for node in scenario.nodes]
+    unplaced = random.Random(f"segue rooms {seed}")
+    several = any(node.dp_size > 1 for node in scenario.nodes)
+    share = 0.9 if several else 0.4
+    apart = scenario.state or "tight pools" in scenario.features
+    if scenario.features and not apart and unplaced.random() < share:
+        scenario.features |= {"unplaced rooms"}
+        scenario.rooms = draw_rooms(unplaced, scenario.nodes, scenario.busy_s)
     return scenario
 
 

@@ -33,6 +33,7 @@ from segue.engine.engine_api import (
 )
 from segue.engine.request import SamplingParams
 from segue.kv.errors import ChecksumMismatch
+from segue.kv.ids import Span
 from segue.kv.layout.spec import STATE_ALIGN, KVShape, PlaneSpec, PoolSpec, StateTensor
 from segue.kv.protocol.messages import TokenLogprob
 
@@ -280,6 +281,17 @@ class LineageEngine:
             if step.start and found != states[step.start - 1]:
                 raise WrongKV(f"sequence {step.seq_id}: slot {step.slot} holds another state than its own")
             _WORD.pack_into(self.memory, at, states[step.span.end - 1] ^ self._state_mark)
+
+    def put(self, tokens: Sequence[int], span: Span, pages: Sequence[int]) -> None:
+        """Write the KV of `span` of a sequence that is not open here."""
+        states = _Open(list(tokens), SamplingParams(), len(tokens)).lineage_to(span.end)
+        for position in range(span.start, span.end):
+            self._write(self._slot(pages, position), states[position])
+
+    def verify(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Raises WrongKV unless `pages` hold the KV of all `tokens`."""
+        for position, state in enumerate(_Open(list(tokens), SamplingParams(), 0).lineage_to(len(tokens))):
+            self._check(0, position, self._slot(pages, position), state)
 
     def _draw(self, step: SequenceStep) -> SequenceResult:
         opened = self._open[step.seq_id]

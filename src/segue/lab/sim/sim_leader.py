@@ -272,7 +272,7 @@ class LeaderNode(NodeView):
         )
         self.fronts = Fronts(self)
         self.squeezed: list[int] = []
-        self.draining = self.drained = self._switching = False
+        self.draining = self.drained = self.steered = False
         #: whether another thread or a device computes, as in production, or the leader's thread
         self.device = state.world.rng(f"device {spec.name}").random() < 0.5
         self.draining_since: float | None = None
@@ -432,8 +432,8 @@ class LeaderNode(NodeView):
     def switch(self, *, resumes: bool, late_s: float) -> None:
         """An operator drains it, and has it turn once it says that it is drained; with `resumes` another one
         has it take requests again then, and it is told to turn `late_s` after that."""
-        if not self.draining and not self._switching:
-            self._switching = True
+        if not self.draining and not self.steered:
+            self.steered = True
             self.causes.struck("drained", self)
             self.put(Hold(True))
             self._look(LOOKS, resumes, late_s)
@@ -454,7 +454,7 @@ class LeaderNode(NodeView):
         self.put(Inspect(lambda scheduler: self.io.post(seen, scheduler.load())))
 
     def _stays(self) -> None:
-        self._switching = False
+        self.steered = False
         self.put(Hold(False))
 
     @property

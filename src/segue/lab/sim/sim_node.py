@@ -35,6 +35,7 @@ from segue.lab.sim.datapath import DataPath, SimKinds, SimShm, SimTcp, SimTransp
 from segue.lab.sim.faulty import Hearing
 from segue.lab.sim.node_spec import NodeSpec
 from segue.lab.sim.node_views import Exposed, KVView
+from segue.lab.sim.room_engine import RoomEngine
 from segue.lab.sim.runtime import SimWorker
 from segue.lab.sim.sim_leader import LeaderNode, NodeParts
 from segue.lab.sim.sim_workers import SimWorkerRank
@@ -90,6 +91,7 @@ class CheckedExchange(Exchange):
             raise
         except SegueError as error:
             node.world.note(node.name, f"refused: {error}")
+            node.checks.rooms.refused(node, event)
             raise
         node.checked(node.checks.scope, node, event, effects)
         return effects
@@ -105,7 +107,7 @@ class SimManager(KVManager):
         super().__init__(
             config,
             node.make_ranks(config, runtime),
-            node.changed,
+            node.told,
             on_rank_lost=node.rank_lost,
             others={Role.FRONTEND: node.fronts},
             clock=node.clock,
@@ -146,7 +148,9 @@ class SimManager(KVManager):
     def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
         effects = super()._decide(event, now)
         if self._lost is not None and isinstance(event, events.ExpectRoom | events.OpenReceiver):
-            self._refusals += effects  # it was never opened
+            self._refusals += effects
+            node = self._sim_node
+            node.checks.never_opened.add((node.me, event.key))
         return effects
 
     def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
@@ -154,7 +158,16 @@ class SimManager(KVManager):
         if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
             # It speaks of a hand-off that was never opened, perhaps in the name of one that was.
             self._refusals += effects
+            if isinstance(event, events.ExpectRoom | events.OpenReceiver):
+                node = self._sim_node
+                node.checks.never_opened.add((node.me, event.key))
         return effects
+
+    def _hears_again(self, session: Session, message: HandoffMessage) -> None:
+        """A destination that a decode with a bug sends twice."""
+        if self.plane.sessions.get(session.peer.leader) is session and not session.closing:
+            self._sim_node.state.counts["doubled destinations"] += 1
+            super().received(session, message)
 
     def opened(self, session: Session) -> None:
         super().opened(session)
@@ -179,8 +192,12 @@ class SimManager(KVManager):
             if isinstance(message, PathMessage):
                 node.faults.reached(f"<{type(message).__name__}", message)
             return
+        room = node.state.open_rooms.get(message.transfer.room)
         for heard in node.hearing.heard(message):
-            super().received(session, heard)
+            word, again, after_s = (heard, None, 0.0) if room is None else room.heard(heard)
+            super().received(session, word)
+            if again is not None:
+                node.after(after_s, self._hears_again, session, again)
         if node.faults.triggers:
             node.faults.reached(f"<{type(message).__name__}", message)
 
@@ -293,6 +310,7 @@ class KVNode(LeaderNode, KVView):
         #: ranks whose worker has ended
         self.ended_ranks: set[int] = set()
         self._pool_at = 0
+        self.rooms = RoomEngine(self)
         super().__init__(parts, spec, life)
 
     def _make_scheduler(self) -> Scheduler:
@@ -352,6 +370,30 @@ class KVNode(LeaderNode, KVView):
         """See `LeaderNode.signal`."""
         for rank in self.workers:
             rank.worker.signal(number)
+
+    def told(self, change: events.Change) -> None:
+        """What the manager says of a half, to the engine that has it."""
+        if change.key in self.rooms.halves:
+            self.after(self.world_timing.hop_s, self.rooms.heard, change)
+        else:
+            self.changed(change)
+
+    @property
+    def borrowed(self) -> list[int]:
+        """Pages that a fault has taken, and those of rooms."""
+        return self.squeezed + self.rooms.pages
+
+    @property
+    def room_keys(self) -> list[RoomKey]:
+        """See `KVView.room_keys`."""
+        return list(self.rooms.halves)
+
+    def owned(self, key: RoomKey) -> set[int]:
+        """What whoever has this half holds for it."""
+        scheduler: Any = self.scheduler
+        entry, half = scheduler.table.get(key), self.rooms.halves.get(key)
+        found: set[int] = set() if half is None else set(half.pages)
+        return found if entry is None else found | self.engine.touched(entry.state.pages, entry.state.slot)
 
     def rank_diverged(self, rank: int, error: SegueError) -> None:
         """As `RanksForward`: nothing can be computed any more."""

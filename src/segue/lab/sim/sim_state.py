@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 from segue.kv.ids import LeaderId, TransferId
 from segue.kv.limits import Limits
@@ -50,6 +51,8 @@ class SimState:
         self.struck: Counter[str] = Counter()
         self.asked: dict[str, Asked] = {}
         self.rooms: dict[int, Asked] = {}
+        #: rooms that were opened without a placement (`OpenRoom`)
+        self.open_rooms: dict[int, Any] = {}
         #: when the last partition or the last fault ended
         self.healed_at = 0.0
         #: when something last stood in the way of the registry and any of its clients

@@ -110,7 +110,12 @@ RANKS = (
 #: What operators do; with a generator of its own again.
 STEERED = ("switch",)
 
-ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET, *RANKS, *STEERED})
+#: Rooms that prefill's engine opens before it knows decode; in half of the seeds that can have them.
+UNPLACED = ("unplaced rooms",)
+
+ALL_FEATURES = frozenset(
+    {*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET, *RANKS, *STEERED, *UNPLACED}
+)
 
 BAD = (
     "room 0",
