@@ -1,1 +1,1 @@
-"""Where KV lies, and which bytes move where. Pure."""
+"""The layout of KV in pools, and the bytes that a hand-off copies. Pure."""

@@ -42,25 +42,25 @@ class Part(NamedTuple):
     heads: int
 
     def shared(self, other: Part) -> Part | None:
-        """What is in both; None if that is nothing."""
+        """The intersection of both; None if it is empty."""
         layer, head = max(self.layer_start, other.layer_start), max(self.head_start, other.head_start)
         layers = min(self.layer_start + self.layers, other.layer_start + other.layers) - layer
         heads = min(self.head_start + self.heads, other.head_start + other.heads) - head
         return Part(layer, layers, head, heads) if layers > 0 and heads > 0 else None
 
     def of_layers(self, layers: Span) -> Part:
-        """Of this part what lies in `layers` of the model; it may have no layer."""
+        """The part of this in `layers` of the model; it may have no layer."""
         start, end = max(self.layer_start, layers.start), min(self.layer_start + self.layers, layers.end)
         return self._replace(layer_start=start, layers=max(0, end - start))
 
 
 def part_of(spec: PoolSpec) -> Part:
-    """What a rank holds."""
+    """The part of the model's KV that a rank holds."""
     return Part(spec.layer_start, spec.layer_count, spec.head_start, spec.head_count)
 
 
 class LayerSample(NamedTuple):
-    """Which layers of a part a checksum covers: one in `every`, beginning at `key % every`.
+    """The layers of a part that a checksum covers: one in `every`, starting at `key % every`.
 
     `every` 1 covers all. `key` is `room + sequence of the chunk`, so that following chunks of one
     hand-off look at other layers. A part of fewer layers than `every` is covered by one of them.

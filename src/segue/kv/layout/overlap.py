@@ -57,7 +57,7 @@ def first_clash(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def _clash_of_near(near: list[Box]) -> tuple[int, int] | None:
-    """Of boxes whose extents touch each other: look at one period of their common largest stride."""
+    """A clash among boxes whose extents touch: compare one period of their common largest stride."""
     names = sorted({b.name for b in near})
     if len(names) < 2:
         return None

@@ -93,7 +93,7 @@ class PairPlan:
         return tokens * self._layout(source, target, target).token_bytes + state_bytes
 
     def share(self, source: int, span: Span) -> Span:
-        """Of the chunk `span` the tokens that `source` sends: all of them, or with context parallelism
+        """The tokens of the chunk `span` that `source` sends: all of them, or with context parallelism
         neighbouring source pages, as many as each other place of it, up to one."""
         parts = 1 + max(spec.coord.cp for spec in self.sources)
         if parts == 1:
@@ -161,8 +161,8 @@ class PairPlan:
         sample: LayerSample,
         slot: int | None = None,
     ) -> Content:
-        """What of `span`, and of the state in `slot`, this pair moves, as it lies in the source's pool;
-        arguments as in `blocks`."""
+        """The content of `span`, and of the state in `slot`, that this pair moves, as it lies in the source's
+        pool; arguments as in `blocks`."""
         part = self._layout(source, target, target).part
         return canonical_content(self.sources[source], part, span, pages, 0, sample, "source", slot)
 
@@ -201,7 +201,7 @@ class PairPlan:
 
 
 def plan_pair(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> PairPlan:
-    """Which rank of `sources` writes to which rank of `targets`.
+    """The pairs of a rank of `sources` and a rank of `targets` that it writes to.
 
     Raises LayoutMismatch with a sentence that names the ranks and what to change. Both sides need the same
     model and dtype; parallel sizes, page sizes and page counts may differ.
@@ -217,8 +217,8 @@ def plan_pair(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> PairP
 
 
 def _routes(sources: Boxes, targets: Boxes) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-    """Who writes to whom, and who passes it on. Of ranks that hold the same box the one that has least to do
-    takes part."""
+    """The writes between ranks, and the relays among targets. Among ranks with the same box the one with the
+    fewest tasks takes part."""
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     pairs, relays = [], []

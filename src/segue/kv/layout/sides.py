@@ -1,4 +1,4 @@
-"""What the ranks of one side hold: which of them hold the same, and whether it is all of the model."""
+"""The KV that the ranks of one side hold: which ranks hold the same, and whether it is the whole model."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _check_alike(name: str, ranks: Sequence[PoolSpec]) -> None:
 
 
 def _all(ranks: Sequence[PoolSpec]) -> str:
-    """What each rank holds, of many the first ones."""
+    """The part of each rank; of many ranks the first ones."""
     shown = [f"rank {rank} {_text(spec)}" for rank, spec in enumerate(ranks[:8])]
     return ", ".join(shown) + (
         f" and {len(ranks) - len(shown)} more ranks" if len(ranks) > len(shown) else ""

@@ -1,4 +1,4 @@
-"""Where the KV of a token lies in a rank's pool: pure arithmetic, shared by engine and planner."""
+"""The place of a token's KV in a rank's pool: pure arithmetic, shared by engine and planner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REGION_GAP = 4096
 
 
 def region_starts(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where each region of these sizes (bytes) begins in the flat space of offsets of a rank's memory.
+    """The start of each region of these sizes (bytes) in the flat space of offsets of a rank's memory.
 
     Regions of equal sizes are equally spaced, so that tensors of equal layers are rows of one block.
     """
@@ -100,7 +100,7 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_offsets(self) -> tuple[int, ...]:
-        """Where in a slot each tensor of the state begins."""
+        """The start of each state tensor within a slot."""
         sizes = [_aligned(tensor.nbytes) for tensor in self.state]
         return tuple(sum(sizes[:index]) for index in range(len(sizes)))
 
@@ -110,7 +110,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class PlaneSpec(msgspec.Struct, frozen=True):
-    """Where K (or V) of one layer lies: in bytes, but for `region`, an index into `PoolSpec.regions`.
+    """The place of K (or V) of one layer: in bytes, but for `region`, an index into `PoolSpec.regions`.
 
     Head `h` of token `t` of page `p` begins at byte `offset` + p × `page_stride` + t × `token_stride` +
     h × `head_stride` of the region; its items lie one behind the other. NHD and HND differ in which of the
@@ -152,7 +152,7 @@ class Plane(NamedTuple):
         return self._replace(offset=self.offset + first_head * self.head_stride, heads=heads)
 
     def at(self, slot: int, page_tokens: int) -> int:
-        """Where the first head of the token in `slot` begins (`page * page_tokens + token in page`)."""
+        """The start of the first head of the token in `slot` (`page * page_tokens + token in page`)."""
         page, inside = divmod(slot, page_tokens)
         return self.offset + page * self.page_stride + inside * self.token_stride
 

@@ -1,4 +1,4 @@
-"""What every transport does, in six methods. A transport knows epochs and bytes, no protocol.
+"""The interface of every transport, in six methods. A transport knows epochs and bytes, no protocol.
 
 An *epoch* is a non-zero unsigned 64-bit number that the receiving side chose for one hand-off and
 never uses again. All writes of one hand-off carry it. `fence` is the only way to end it.

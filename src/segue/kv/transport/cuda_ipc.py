@@ -115,7 +115,8 @@ class CudaLibrary(Library):
         self._blob = msgspec.msgpack.encode(CudaBlob(bytes(properties.uuid.bytes), exported))
 
     def call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        """What the runtime's function `name` gives beside its error. Raises TransferFailed for an error."""
+        """The results of the runtime's function `name` besides its error. Raises TransferFailed for an
+        error."""
         error, *found = getattr(self.runtime, name)(*arguments)
         if error != self.runtime.cudaError_t.cudaSuccess:
             raise TransferFailed(f"{name} failed: {error.name}")

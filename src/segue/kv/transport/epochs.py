@@ -29,7 +29,7 @@ class Grants:
         return key[1] in self._of.get(key[0], ())
 
     def area(self, peer: RankId, epoch: int) -> Content | None:
-        """Where writes of `epoch` by `peer` may land; None if nowhere (any more)."""
+        """The area in which writes of `epoch` by `peer` may land; None if there is none (any more)."""
         return self._of.get(peer, {}).get(epoch)
 
     def of(self, peer: RankId) -> list[int]:

@@ -48,7 +48,7 @@ class FakeTransport(Transport):
 
     @classmethod
     def unusable(cls) -> str:
-        """It works everywhere."""
+        """Empty: it works everywhere."""
         return ""
 
     def register(self, memory: Memory) -> Endpoint:

@@ -68,7 +68,7 @@ class NixlTransport(LibraryTransport):
 
     @classmethod
     def unusable(cls) -> str:
-        """It is looked for, and imported."""
+        """Looks for the library, and imports it."""
         if reason := super().unusable():
             return reason
         try:
@@ -87,7 +87,7 @@ def bindings() -> ModuleType:
 
 
 def missing(environment: Mapping[str, str], host: str, sysfs: Path = Path("/sys/class")) -> dict[str, str]:
-    """What UCX should be told beside `environment` in a process that listens at `host`."""
+    """Variables of UCX to set besides `environment` in a process that listens at `host`."""
     wanted = {"UCX_LOG_FILE": "stderr"}  # its own choice is the standard output
     if not any(sysfs.glob("infiniband/*")):
         gpu = Path("/dev/nvidiactl").exists()

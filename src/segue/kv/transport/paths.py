@@ -92,10 +92,10 @@ class Paths(Generic[PathT]):
 
 
 def fenced(epoch: int) -> TransferFailed:
-    """What ends the writes of an epoch that this side has fenced."""
+    """The error for writes of an epoch that this side has fenced."""
     return TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
 
 
 def not_granted(peer: RankId, epoch: int) -> TransferFailed:
-    """What ends the writes of an epoch that the receiver does not grant (any more)."""
+    """The error for writes of an epoch that the receiver does not grant (any more)."""
     return TransferFailed(f"epoch {epoch:x} is not granted by {peer}", retryable=False)

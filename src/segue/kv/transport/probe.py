@@ -39,7 +39,7 @@ _Steps = Generator[Sequence[CopyBlock], float, PathFigures]
 
 
 class Scratch(msgspec.Struct, frozen=True):
-    """Where in the memory of a rank nothing is kept."""
+    """Unused memory of a rank, for measurements."""
 
     offset: int
     nbytes: int
@@ -129,9 +129,8 @@ def _steps(writes: Callable[[int], Sequence[CopyBlock]], effort: Effort) -> _Ste
 
 
 def decide(candidates: Sequence[PathCandidate], shape: PageShape) -> str:
-    """Which of the transports is taken; `candidates` are in the order that they are preferred in. What was
-    not measured is not taken while something was; with no figures at all it is the first that has not
-    failed."""
+    """The transport to use; `candidates` are in the order of preference. An unmeasured transport is used only
+    if none was measured: then the first that has not failed."""
     typical_bytes = _TYPICAL_PAGES * shape.rows * shape.row_bytes
 
     def seconds(figures: PathFigures) -> float:
@@ -150,7 +149,7 @@ def decide(candidates: Sequence[PathCandidate], shape: PageShape) -> str:
 
 
 class HostSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What this host can do without any transport: a copy in memory, and a socket between two threads."""
+    """The speed of this host without a transport: a copy in memory, and a socket between two threads."""
 
     memory_bytes_per_s: float
     socket_bytes_per_s: float
@@ -174,7 +173,7 @@ def host_speed() -> HostSpeed:
 
 @cache
 def _host_speed() -> HostSpeed:
-    """Of both the best of several turns: it is asked for while a deployment starts, on a busy host."""
+    """The best of several turns of both: it runs while a deployment starts, on a busy host."""
     return HostSpeed(
         memory_bytes_per_s=memory_speed(),
         socket_bytes_per_s=max(_socket_speed() for _ in range(_HOST_TURNS)),

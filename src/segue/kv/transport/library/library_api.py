@@ -1,4 +1,4 @@
-"""What `library.LibraryTransport` asks of a library that moves bytes on its own threads.
+"""The interface of a library that moves bytes on its own threads, for `library.LibraryTransport`.
 
 Epochs, grants, fences, peers that die, and authentication are the transport's. A library registers memory,
 makes a receiving and a writing end per peer, posts rows, and says what its ends prove.
@@ -18,7 +18,7 @@ Handle = object
 
 
 class ReceivingEnd(ABC):
-    """What one peer, and nobody else, writes through into our memory."""
+    """The endpoint through which one peer writes into our memory."""
 
     #: What the writer needs to reach it (addresses, keys); told to this peer alone, over its control stream.
     blob: bytes
@@ -30,7 +30,7 @@ class ReceivingEnd(ABC):
 
 
 class WritingEnd(ABC):
-    """What writes to one peer. All calls come from one thread."""
+    """The endpoint that writes to one peer. All calls come from one thread."""
 
     @abstractmethod
     def post(self, rows: PartRows) -> Handle:
@@ -60,11 +60,11 @@ class Library(ABC):
     post_bytes: ClassVar[int] = 8 * 2**20
 
     def load(self) -> None:
-        """What is slow the first time, before any peer is met. Called once, before any other method."""
+        """Slow initialisation, before any peer is met. Called once, before any other method."""
         return
 
     def greeting(self) -> bytes:
-        """What a receiver is told of this process before it makes an end for it."""
+        """The description of this process that a receiver gets before it makes an endpoint for it."""
         return b""
 
     @abstractmethod

@@ -118,7 +118,7 @@ class WritingPath:
         self._thread.start()
 
     def told(self, message: library_wire.Message) -> None:
-        """What the receiver says on the control stream."""
+        """A message of the receiver on the control stream."""
         self._calls.put(partial(self._told, message))
 
     def write(self, write: Write, blocks: Sequence[CopyBlock]) -> None:
@@ -363,7 +363,7 @@ class WritingPath:
             self._emit(PeerGone(self.peer, False, error))
 
     def _typed(self, exc: Exception) -> SegueError:
-        """What is told of an exception; a library's own are of any type."""
+        """The typed error for an exception; a library's own are of any type."""
         if isinstance(exc, SegueError):
             return exc
         return TransferFailed(f"{self._name} to {self.peer} failed: {exc!r}")

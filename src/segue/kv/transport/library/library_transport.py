@@ -1,4 +1,4 @@
-"""What the transports share whose library moves bytes on threads of its own.
+"""The common part of transports whose library moves bytes on threads of its own.
 
 The endpoint names a control stream (TCP, authenticated as the streams of `tcp` are, and under TLS if that
 is set). The bytes of KV go by the library alone, which encrypts nothing. When a writer has proven itself on

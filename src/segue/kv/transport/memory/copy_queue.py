@@ -1,4 +1,4 @@
-"""What the copying threads of `shm` decide: which slice is next, what ends with one, who may be answered.
+"""The decisions of `shm`'s copying threads: the next slice, the end of jobs, the answers that are due.
 
 No thread, lock or system call is in here: `Copier` calls it under its lock, and a test or a simulator in any
 order it likes. A job is *held* while a thread is inside
@@ -62,7 +62,7 @@ class _Queued:
 
 @dataclass(slots=True, eq=False)
 class _AwaitedJobs:
-    """What is to be said once none of `jobs` is held any more."""
+    """A report that is due once none of `jobs` is held any more."""
 
     jobs: set[CopyJob]
     report: Then

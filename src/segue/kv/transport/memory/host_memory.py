@@ -16,7 +16,7 @@ _NO_LIMIT_BYTES = 2**62
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """What a control group may have, and what it has that the kernel cannot drop."""
+    """The memory limit of a control group, and the memory in it that the kernel cannot drop."""
 
     limit_bytes: int
     used_bytes: int

@@ -88,7 +88,7 @@ class Region:
 
 
 class _Bytes:
-    """What numpy makes an array from; the array keeps it, and with it the owner."""
+    """The buffer that numpy makes an array from; the array keeps it, and with it the owner."""
 
     def __init__(self, region: Region) -> None:
         self.region = region

@@ -1,4 +1,4 @@
-"""What `shm`, `tcp` and `fake` share: checks of blocks against both memories, and cutting them."""
+"""Functions that `shm`, `tcp` and `fake` share: checks of blocks against both memories, and cutting them."""
 
 from __future__ import annotations
 

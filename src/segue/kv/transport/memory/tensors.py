@@ -16,7 +16,7 @@ from segue.kv.transport.memory.pool_memory import Memory, Region
 
 
 class TorchTensor(Protocol):
-    """What is asked of a tensor of torch."""
+    """The used methods of a torch tensor."""
 
     shape: Sequence[int]
     device: Any

@@ -43,7 +43,7 @@ class Timer:
 
 
 class Poller:
-    """What a loop asks of the operating system: which descriptors are ready, and to be woken."""
+    """The operating system calls of a loop: which descriptors are ready, and waking it."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -207,7 +207,7 @@ class IoLoop:
         self._timers.clear()
 
     def _rest(self) -> float:
-        """From now on a call that is posted wakes the loop. How long it may sleep: -1 for ever."""
+        """The time that the loop may sleep; -1: no limit. A call that is posted afterwards wakes it."""
         self._asleep = True
         return 0.0 if self._calls else self._next_timeout_s()
 

@@ -62,7 +62,7 @@ def unpack_rank(packed: bytes) -> RankId:
 
 @dataclass(frozen=True, slots=True)
 class StreamHello:
-    """Who opened a stream. `group` is one random id for all `streams` of one `connect`."""
+    """The opener of a stream. `group` is one random id for all `streams` of one `connect`."""
 
     rank: RankId
     group: bytes
@@ -86,7 +86,7 @@ class ListenerProof:
         return _CHALLENGE.pack(_MAGIC, VERSION, self._nonce)
 
     def accept(self, frame: bytes) -> tuple[StreamHello, bytes]:
-        """Who is there, and the verdict to send. Raises PeerRefused, whose text may be sent."""
+        """The peer, and the verdict to send. Raises PeerRefused, whose text may be sent."""
         if len(frame) != RESPONSE_BYTES:
             raise PeerRefused("not a segue stream")
         magic, version, nonce, group, index, streams, rank, mac = _RESPONSE.unpack(frame)

@@ -34,7 +34,7 @@ class Channel(ABC):
         self._fd = sock.fileno()
 
     def fileno(self) -> int:
-        """What to poll; the same after `close`."""
+        """The descriptor to poll; the same after `close`."""
         return self._fd
 
     def handshake(self) -> int:

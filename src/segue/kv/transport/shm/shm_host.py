@@ -1,4 +1,4 @@
-"""What `shm` asks of the operating system, in one place: a loop, threads, unix sockets, memory."""
+"""The operating system calls of `shm`, in one place: a loop, threads, unix sockets, memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ShmHost:
         return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.getuid()}"
 
     def random_bytes(self, nbytes: int) -> bytes:
-        """What nobody can guess: keys, and names of sockets."""
+        """Unpredictable bytes: keys, and names of sockets."""
         return secrets.token_bytes(nbytes)
 
     def uid(self) -> int:

@@ -22,7 +22,7 @@ TABLE_BYTES = SLOTS * 8
 
 
 def token(peer: RankId, epoch: int) -> int:
-    """What a granted (writer, epoch) pair looks like in the table: never 0, equal on both sides."""
+    """The value of a granted (writer, epoch) pair in the table: never 0, equal on both sides."""
     digest = hashlib.blake2b(handshake.pack_rank(peer) + epoch.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1
 

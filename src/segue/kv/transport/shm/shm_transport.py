@@ -112,7 +112,7 @@ class ShmTransport(Transport):
 
     @classmethod
     def unusable(cls) -> str:
-        """It is tried with one page of memory."""
+        """Tries one page of memory."""
         if missing := super().unusable():
             return missing
         try:

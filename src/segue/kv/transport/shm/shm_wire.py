@@ -1,4 +1,4 @@
-"""What both ends of an `shm` path say on their unix socket, and how a peer reaches one."""
+"""The messages of an `shm` path on its unix socket, and its address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEATH_GRACE_S = 1.0
 
 
 class ShmAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in `Endpoint.data`. `host` is `ShmHost.id()` of the listener."""
+    """The content of `Endpoint.data`. `host` is `ShmHost.id()` of the listener."""
 
     version: int
     name: bytes

@@ -1,4 +1,4 @@
-"""What `tcp` asks of the operating system, in one place, and its sizes and bounds."""
+"""The operating system calls of `tcp`, in one place, and its sizes and limits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Net:
         return time.monotonic()
 
     def random_bytes(self, nbytes: int) -> bytes:
-        """What nobody can guess: keys, and names of groups of streams."""
+        """Unpredictable bytes: keys, and names of groups of streams."""
         return secrets.token_bytes(nbytes)
 
     def listen(self, host: str, port: int) -> socket.socket:

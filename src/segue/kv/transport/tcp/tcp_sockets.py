@@ -26,7 +26,7 @@ from segue.kv.transport.tcp.tcp_net import NET, Net
 
 
 class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in `Endpoint.data`."""
+    """The content of `Endpoint.data`."""
 
     version: int
     host: str
@@ -54,7 +54,7 @@ class TcpSockets:
             ) from exc
 
     def endpoint(self, listener: socket.socket, key: bytes, nbytes: int) -> Endpoint:
-        """What peers are told of `listener`, who must prove that they know `key`."""
+        """The endpoint of `listener` for peers, which must prove that they know `key`."""
         told = self._options
         address = TcpAddress(
             version=1,
@@ -66,8 +66,8 @@ class TcpSockets:
         return Endpoint(self._name, nbytes, msgspec.msgpack.encode(address))
 
     def address(self, peer: RankId, endpoint: Endpoint) -> TcpAddress:
-        """Where `peer` listens. Raises PeerRefused for what is no endpoint of this transport, and where only
-        one of both sides encrypts."""
+        """The address at which `peer` listens. Raises PeerRefused for an endpoint that is not of this
+        transport, and if only one side encrypts."""
         try:
             address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
         except DECODE_ERRORS as exc:

@@ -48,7 +48,7 @@ Rows = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a part is, before its rows and bytes."""
+    """The header of a part, before its rows and bytes."""
 
     rows: int
     epoch: int
