@@ -62,7 +62,8 @@ class KVConfig(SessionConfig):
     told if it is another. `dp` are the DP ranks of our instance. `kv_checksum` is how much of each chunk that
     this side sends is covered by its checksum. `scratch_bytes` at the end of each rank's memory, behind its
     pool, are for the probe that chooses a pair's transport; with 0 the preferred one is taken without a
-    probe.
+    probe. `staging_bytes` of host memory are the slots of each rank's transport that stages (`staged_tcp`,
+    `staged_shm`; for a device's memory they stand for `tcp` and `shm` where no transport takes it).
 
     Raises ConfigError for another role and for `transports` that are no list of names.
     """
@@ -75,6 +76,7 @@ class KVConfig(SessionConfig):
     dp: DpRanks = field(default_factory=DpRanks)
     kv_checksum: ChecksumMode = ChecksumMode.FULL
     scratch_bytes: int = 0
+    staging_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, Role) or self.role not in COUNTERPART:

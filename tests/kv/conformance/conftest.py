@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 import conformance_doubles
 import pytest
 from conformance_harness import Pair, PeerProcess, until
-from conformance_tls import TCP_TLS, make_files, remove_files
+from conformance_tls import ON_DEVICE, TCP_TLS, make_files, remove_files
 
 import library_double
 from segue.kv.ids import RankId
@@ -29,6 +29,8 @@ def marks(name: str, reason: str, test: str, fixtures: Collection[str] = ()) -> 
         if "peer" in fixtures:
             return [pytest.mark.skip("the double copies within one process")]
         return [pytest.mark.soak] if test == "test_one_gibibyte" else []
+    if name.startswith("staged_"):
+        return _staged_marks(name, test)
     if name != TCP_TLS and not KINDS.kind(name).moves_bytes:
         return [pytest.mark.skip(f"{name} moves no bytes")]
     if name != TCP_TLS and issubclass(KINDS.kind(name), LibraryTransport):
@@ -37,11 +39,21 @@ def marks(name: str, reason: str, test: str, fixtures: Collection[str] = ()) -> 
     return [pytest.mark.soak] if (name, test) == (TCP_TLS, "test_one_gibibyte") else []
 
 
+def _staged_marks(name: str, test: str) -> list[pytest.MarkDecorator]:
+    """Every day one of host memory and one of a device's; the rest, and what is large, in the slow tests."""
+    if test == "test_one_gibibyte":
+        return [pytest.mark.soak]
+    daily = name in ("staged_tcp", "staged_shm" + ON_DEVICE) and test != "test_64_mebibytes"
+    return [] if daily else [pytest.mark.slow]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every test that takes `name` runs for every transport; one that cannot work here says why."""
     if "name" in metafunc.fixturenames:
         reasons = KINDS.available()
+        staged = [name + ON_DEVICE for name in KINDS.known if name.startswith("staged_")]
         reasons[TCP_TLS] = reasons["tcp"]
+        reasons |= {name: reasons[name.removesuffix(ON_DEVICE)] for name in staged}
         doubles = (library_double.NAME, *conformance_doubles.DOUBLES)
         reasons |= dict.fromkeys(doubles, USABLE)
         test, fixtures = metafunc.function.__name__, metafunc.fixturenames
@@ -49,7 +61,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             "name",
             [
                 pytest.param(name, marks=marks(name, reasons[name], test, fixtures))
-                for name in (*KINDS.known, TCP_TLS, *doubles)
+                for name in (*KINDS.known, *staged, TCP_TLS, *doubles)
             ],
         )
 

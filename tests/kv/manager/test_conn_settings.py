@@ -48,6 +48,9 @@ class Parts:
 
         return make
 
+    def for_memory(self, names: Any, memory: Any) -> list[str]:
+        return list(names)
+
     def create(self, name: str, on_event: Any, options: TransportOptions) -> Parts:
         self.options[name] = options
         return self
@@ -80,6 +83,7 @@ def config(role: Role, **options: Any) -> KVConfig:
         advertise_transport_port=7002,
         dp=DpRanks(size=4, on_conflict=FAIL_ON_CONFLICT),
         kv_checksum=ChecksumMode.SAMPLED,
+        staging_bytes=2**20,
         **{"scratch_bytes": SCRATCH, **options},
     )
 
@@ -118,6 +122,7 @@ def test_each_setting_reaches_the_part_that_obeys_it(role: Role) -> None:
         advertise_port=7002,
         limits=set_to.limits,
         tls=TLS,
+        staging_bytes=2**20,
     )
     assert parts.options == {"one": options, "two": options}
     assert parts.made["digester"][0][2:] == (9,), "as many wait as there may be hand-offs"

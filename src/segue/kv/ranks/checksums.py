@@ -15,8 +15,9 @@ from segue.kv.errors import ErrorInfo, Internal, OutOfCapacity, SegueError
 from segue.kv.ids import ChecksumKind
 from segue.kv.layout.content import checksum
 from segue.kv.protocol import events
-from segue.kv.ranks.word_checksum import WordChecksum, why_not
+from segue.kv.ranks.word_checksum import WordChecksum
 from segue.kv.threads import Wakeable, WorkerThread
+from segue.kv.transport.memory.device_tensors import why_no_tensors
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 
 #: Content up to this size is hashed where it is asked for: 1.3 ms in which the I/O thread does nothing else,
@@ -28,7 +29,7 @@ INLINE_BYTES = 16 * 2**20
 def checksum_kinds(memory: Memory) -> tuple[str, ...]:
     """The kinds of checksums that can be computed of `memory` in this process."""
     kinds = [ChecksumKind.XXH3] if all(r.kind is not MemoryKind.DEVICE for r in memory.regions) else []
-    return (*map(str, kinds), *(() if why_not(memory) else (str(ChecksumKind.WORDS),)))
+    return (*map(str, kinds), *(() if why_no_tensors(memory) else (str(ChecksumKind.WORDS),)))
 
 
 class Digester:

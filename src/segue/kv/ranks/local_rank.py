@@ -417,6 +417,7 @@ def local_rank(config: KVConfig, memory: Memory, runtime: LeaderRuntime, index: 
         advertise_port=config.advertise_transport_port,
         limits=config.limits,
         tls=config.tls,
+        staging_bytes=config.staging_bytes,
     )
 
     def transport(name: str) -> Callable[[EventSink], Transport]:
@@ -426,7 +427,7 @@ def local_rank(config: KVConfig, memory: Memory, runtime: LeaderRuntime, index: 
         index,
         config.spec,
         memory,
-        {name: transport(name) for name in config.transports},
+        {name: transport(name) for name in runtime.transports.for_memory(config.transports, memory)},
         lambda memory, answer: runtime.digester(memory, answer, config.limits.max_transfers),
         runtime.connecting("segue-connect"),
         config.scratch_bytes,

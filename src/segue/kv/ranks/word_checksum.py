@@ -12,7 +12,7 @@ A host reads no value before the end: `WordChecksum.sums` is then one number on 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,8 @@ import numpy as np
 from segue.kv.errors import ConfigError, Internal
 from segue.kv.layout.content import Content
 from segue.kv.layout.spec import Plane
-from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, Region
+from segue.kv.transport.memory.device_tensors import flat_tensor, torch_module, why_no_tensors
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 
 #: Bytes gathered at once: on a host what a cache holds, on a device what keeps it busy.
 HOST_PIECE_BYTES = 2**18
@@ -44,18 +45,18 @@ Array = Any
 
 class WordChecksum:
     """Sums contents of one `memory`: the first regions with numpy, those of devices with torch. Raises
-    ConfigError where that is impossible (`why_not`)."""
+    ConfigError where that is impossible (`why_no_tensors`)."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        if why := why_not(memory):
+        if why := why_no_tensors(memory):
             raise ConfigError(why)
 
     @cached_property
     def _flat(self) -> list[Array]:
         """The bytes of each region, one after the other, where they lie."""
         return [
-            _flat_tensor(region)
+            flat_tensor(region)
             if region.kind is MemoryKind.DEVICE
             else np.frombuffer(region.buffer, np.uint8, region.nbytes)
             for region in self._memory.regions
@@ -139,20 +140,6 @@ class WordChecksum:
         return position + len(words)
 
 
-def why_not(memory: Memory) -> str:
-    """Why contents of this memory cannot be summed in this process, or ""."""
-    devices = [region for region in memory.regions if region.kind is MemoryKind.DEVICE]
-    if not devices:
-        return ""
-    try:
-        _torch()
-    except ConfigError as error:
-        return error.info.text
-    if any(_tensor_of(region) is None for region in devices):
-        return f"memory of {devices[0].device} has no tensor of torch as its owner"
-    return ""
-
-
 def _mixed(words: Array) -> Array:
     """A permutation of 64 bits (the finalizer of MurmurHash3), without unsigned numbers."""
     words = (words ^ ((words >> 33) & (2**31 - 1))) * _MIX[0]
@@ -166,34 +153,5 @@ def _mixed_int(value: int) -> int:
     return value ^ (value >> 33)
 
 
-def _torch() -> ModuleType:
-    try:  # here: the library loads without torch
-        import torch
-    except ImportError as exc:
-        raise ConfigError(f"checksums of a device's memory need PyTorch: {exc}") from exc
-    return torch
-
-
 def _library(array: Array) -> ModuleType:
-    return np if isinstance(array, np.ndarray) else _torch()
-
-
-def _tensor_of(region: Region) -> Any:
-    """A tensor in whose storage the region lies."""
-    owners: Sequence[object] = region.owner if isinstance(region.owner, tuple) else (region.owner,)
-    tensor_type = _torch().Tensor
-    for owner in owners:
-        found = owner[0] if isinstance(owner, tuple) else owner  # regions that were joined
-        if isinstance(found, tensor_type):
-            return found
-    return None
-
-
-def _flat_tensor(region: Region) -> Any:
-    torch, tensor = _torch(), _tensor_of(region)
-    storage = tensor.untyped_storage()
-    start = region.address - storage.data_ptr()
-    if start < 0 or start + region.nbytes > storage.nbytes():
-        raise Internal(f"{region} does not lie in the storage of its tensor")
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, start, (region.nbytes,), (1,))
+    return np if isinstance(array, np.ndarray) else torch_module()

@@ -19,6 +19,8 @@ from segue.kv.transport.options import TransportOptions
 AUTO_TRANSPORT = "auto"
 #: The value of `TransportKinds.available` for a transport that works here.
 USABLE = "ok"
+#: Before the name of a transport: the same through staging slots.
+STAGED = "staged_"
 _ABSENT = "not part of this version of segue"
 
 Known = Mapping[str, str | type[Transport]]
@@ -73,6 +75,16 @@ class TransportKinds:
         found = [self.automatic() if name == AUTO_TRANSPORT else (name,) for name in setting.split(",")]
         return tuple(dict.fromkeys(name for names in found for name in names))
 
+    def for_memory(self, names: Sequence[str], memory: Memory) -> list[str]:
+        """What to make of `names` for `memory`: where none of them takes a device's memory, their forms that
+        stage it."""
+        kinds = frozenset(region.kind for region in memory.regions)
+        if MemoryKind.DEVICE not in kinds or any(
+            name in self.known and kinds <= self.kind(name).memory_kinds for name in names
+        ):
+            return list(names)
+        return [STAGED + name if STAGED + name in self.known else name for name in names]
+
     def create(self, name: str, on_event: EventSink, options: TransportOptions) -> Transport:
         """Make a transport. Raises ConfigError for one that is unknown or cannot be used here, and for a port
         in use."""
@@ -118,5 +130,7 @@ KINDS = TransportKinds(
         "mori": "segue.kv.transport.mori:MoriTransport",
         "ascend": "segue.kv.transport.ascend:AscendTransport",
         "cuda_ipc": "segue.kv.transport.cuda_ipc:CudaIpcTransport",
+        "staged_shm": "segue.kv.transport.staged.staged_transport:StagedShmTransport",
+        "staged_tcp": "segue.kv.transport.staged.staged_transport:StagedTcpTransport",
     }
 )

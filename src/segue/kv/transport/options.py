@@ -20,6 +20,7 @@ class TransportOptions:
     limits: `handshake_s` is what a connection has to prove itself; one that owes something and is silent for
         `peer_silence_s` is given up.
     tls: encrypts what crosses a network.
+    staging_bytes: host memory for the slots of a transport that stages.
 
     Raises ConfigError for a rank that cannot be told to peers.
     """
@@ -31,6 +32,7 @@ class TransportOptions:
     advertise_port: int | None = None
     limits: Limits = field(default_factory=Limits)
     tls: Tls | None = None
+    staging_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         pack_rank(self.me)

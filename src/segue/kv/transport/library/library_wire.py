@@ -16,7 +16,7 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -93,10 +93,10 @@ FromReceiver = ReceiverReady | GrantEpoch | AskAnswer | FenceEpoch
 FromWriter = Greeting | Ask | Settled | Goodbye
 Message = FromReceiver | FromWriter
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
-def frame(message: Message) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """A message as it travels. Raises TransferFailed for one that is too long."""
     body = _encode(message)
     if len(body) > MAX_FRAME_BYTES:
@@ -105,15 +105,17 @@ def frame(message: Message) -> bytes:
 
 
 class ControlFrames:
-    """Messages out of a stream of bytes. Holds at most one frame and what came with it."""
+    """Messages of the union `kinds` out of a stream of bytes. Holds at most one frame, and what came with
+    it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Any = Message) -> None:
         self._data = bytearray()
+        self._decode = _decoder if kinds is Message else msgspec.msgpack.Decoder(kinds)
 
-    def feed(self, data: bytes) -> list[Message]:
+    def feed(self, data: bytes) -> list[Any]:
         """The messages that are whole now. Raises TransferFailed for what is none."""
         self._data += data
-        found: list[Message] = []
+        found: list[Any] = []
         while len(self._data) >= _HEAD_BYTES:
             end = _HEAD_BYTES + int.from_bytes(self._data[:_HEAD_BYTES], "little")
             if end > _HEAD_BYTES + MAX_FRAME_BYTES:
@@ -121,7 +123,7 @@ class ControlFrames:
             if len(self._data) < end:
                 break
             try:
-                found.append(_decode(bytes(self._data[_HEAD_BYTES:end])))
+                found.append(self._decode.decode(bytes(self._data[_HEAD_BYTES:end])))
             except DECODE_ERRORS as exc:
                 raise TransferFailed(f"the peer's control message is unreadable: {exc}") from exc
             del self._data[:end]
@@ -133,7 +135,8 @@ class ControlStream:
 
     told: is given each message; what it raises ends the stream.
     ended: called once when the stream has ended by itself, with the reason.
-    A peer that owes a message (`expect`) and says nothing for `silence_s` has ended.
+    A peer that owes a message (`expect`) and says nothing for `silence_s` has ended. The messages are those
+    of the union `kinds`.
     """
 
     def __init__(
@@ -141,9 +144,10 @@ class ControlStream:
         loop: IoLoop,
         channel: Channel,
         peer: RankId,
-        told: Callable[[Message], None],
+        told: Callable[[Any], None],
         ended: Callable[[SegueError], None],
         silence_s: float,
+        kinds: Any = Message,
     ) -> None:
         self._loop = loop
         self._channel = channel
@@ -151,7 +155,7 @@ class ControlStream:
         self._told = told
         self._ended = ended
         self._silence_s = silence_s
-        self._frames = ControlFrames()
+        self._frames = ControlFrames(kinds)
         self._unsent = bytearray()
         self._waits = False  # to be called when the socket has room
         self._owed = 0
@@ -170,7 +174,7 @@ class ControlStream:
         if self._channel.buffered:  # the peer's first bytes may have come with the last of the handshake
             self._loop.post(partial(self._ready, select.EPOLLIN))
 
-    def send(self, message: Message, *, owes: bool = False) -> None:
+    def send(self, message: msgspec.Struct, *, owes: bool = False) -> None:
         """Say something, now or when the socket has room; `owes`: the peer must answer it."""
         if self.closed:
             return

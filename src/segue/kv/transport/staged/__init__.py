@@ -1,0 +1,1 @@
+"""Transports through a staging pool in host memory, for memory that no transport takes."""

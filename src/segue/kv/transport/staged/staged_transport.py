@@ -1,0 +1,492 @@
+"""`staged_tcp` and `staged_shm`: KV through slots in host memory, over the transport of that name.
+
+    writer's memory → (copy) → slot → (inner transport) → reader's slot → (copy) → reader's memory
+
+For memory that no transport takes: a device's without RDMA, or for `shm` memory that a peer cannot map.
+Either side may have either kind of memory; both need this transport. The endpoint names a control stream
+(TCP, authenticated as the streams of `tcp` are), over which slots are given as credits, one for each piece
+(`staged_wire`). The inner transport has registered the slots alone: it never reaches the rank's memory.
+
+What is proven, and by what:
+
+- `Written`: the reader has said that its copies ended.
+- `fence` at the reader: no copy of the epoch is under way, and none will begin. That is a proof whatever the
+  inner transport proves, since our own process writes the memory. Slots of the epoch stay in quarantine until
+  the writer, or the inner transport, says that nothing is written there.
+- `fence` at the writer: nothing reads our memory for it, and the reader has answered for each piece that was
+  filled; otherwise it is not `proven`.
+- `PeerGone(proven=True)` at the reader: the stream has ended, and with it all copies for this writer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import ClassVar
+
+import msgspec
+
+from segue.kv.errors import (
+    DECODE_ERRORS,
+    BootstrapTimeout,
+    ConfigError,
+    PeerLost,
+    PeerRefused,
+    SegueError,
+    TransferFailed,
+)
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import Content
+from segue.kv.layout.spec import Plane
+from segue.kv.transport.base import (
+    Endpoint,
+    EventSink,
+    Fenced,
+    PeerGone,
+    Transport,
+    TransportEvent,
+    WriteFailed,
+    Written,
+)
+from segue.kv.transport.emitter import EventEmitter
+from segue.kv.transport.epochs import Grants
+from segue.kv.transport.library.library_wire import ControlStream
+from segue.kv.transport.memory import ranges
+from segue.kv.transport.memory.device_tensors import why_no_tensors
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, allocate
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.net.listener import AuthenticatedListener
+from segue.kv.transport.net.stream import Channel
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.paths import Paths, Write, not_granted
+from segue.kv.transport.shm.shm_transport import ShmTransport
+from segue.kv.transport.staged.staged_copies import Copies, PackedPiece, pin, unpin
+from segue.kv.transport.staged.staged_in import InPiece, StagedReader
+from segue.kv.transport.staged.staged_out import StagedWriter
+from segue.kv.transport.staged.staged_slots import Slots
+from segue.kv.transport.staged.staged_wire import StagedMessage
+from segue.kv.transport.tcp import tcp_wire
+from segue.kv.transport.tcp.tcp_net import NET
+from segue.kv.transport.tcp.tcp_sockets import TcpSockets
+from segue.kv.transport.tcp.tcp_transport import TcpTransport
+
+#: Slots for what is written, and as many for what is read.
+SLOTS = 8
+_CLOSE_S = 5.0
+_MAX_PENDING = 32
+#: After a path has ended, for the inner one to notice its own end.
+_LINGER_S = 1.0
+
+log = logging.getLogger("segue.kv.transport")
+
+
+class StagedAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in `Endpoint.data` beside the address of the control stream (`TcpAddress`)."""
+
+    inner: Endpoint
+    slot_bytes: int
+
+
+class StagedTransport(Transport):
+    """See the module's text. A subclass names the inner transport."""
+
+    memory_kinds = frozenset(MemoryKind)
+    inner_kind: ClassVar[type[Transport]]
+
+    @classmethod
+    def unusable(cls) -> str:
+        """As the inner transport."""
+        return cls.inner_kind.unusable()
+
+    @classmethod
+    def reaches(cls, ours: Endpoint, theirs: Endpoint) -> bool:
+        """As the inner transport."""
+        try:
+            here, there = (_address(end).inner for end in (ours, theirs))
+        except PeerRefused:
+            return False
+        return cls.inner_kind.reaches(here, there)
+
+    def __init__(self, on_event: EventSink, options: TransportOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._emitter = EventEmitter(self.name, on_event)
+        self._sockets = TcpSockets(self.name, options)
+        self._paths: Paths[StagedWriter] = Paths(self.name, self.memory_kinds, self._emitter)
+        self.slot_bytes = max(4096, options.staging_bytes // (2 * SLOTS) // 4096 * 4096)
+        self._slots: Memory | None = None
+        self._copies: Copies | None = None
+        self.out_slots = Slots(0, self.slot_bytes, SLOTS)
+        self.in_slots = Slots(SLOTS * self.slot_bytes, self.slot_bytes, SLOTS)
+        self.grants = Grants()
+        self._area: dict[tuple[RankId, int], tuple[Content, tcp_wire.Rows]] = {}
+        self._numbers = count(1)
+        # A fence of an epoch ends it both ways, so no peer, nor our successor, may choose the same ones.
+        self._inner_epochs = count(int.from_bytes(NET.random_bytes(7), "big") + 1)
+        #: by the number of a piece, and by the inner epoch of a slot
+        self._writing: dict[int, StagedWriter] = {}
+        self._reading: dict[int, tuple[StagedReader, InPiece]] = {}
+        self._writers: dict[StagedWriter, ControlStream] = {}
+        self._readers: dict[RankId, list[StagedReader]] = {}
+        self._streams: set[ControlStream] = set()
+        self._listener: AuthenticatedListener | None = None
+        #: peers whose inner path ends, and is to be noticed before a new one is opened
+        self._lingering: dict[RankId, threading.Event] = {}
+        self._copying = ThreadPoolExecutor(2, thread_name_prefix=f"segue-{self.name}-copy")
+        self._inner = self.inner_kind(self._from_inner, _next_port(options))
+        self._loop = NET.loop(f"segue-{self.name}", self._crashed)
+        self._loop.start()
+
+    # ---- the six methods -----------------------------------------------------------------------
+
+    def register(self, memory: Memory) -> Endpoint:
+        """See `Transport.register`. Raises ConfigError also when the port cannot be listened on, and for
+        memory of a device that is no tensor's; OutOfCapacity without memory for the slots."""
+        if why := why_no_tensors(memory):
+            raise ConfigError(why)
+        with self._lock:
+            self._paths.check_register(memory)
+            sock = self._sockets.listen()
+            self._slots = slots = allocate(2 * SLOTS * self.slot_bytes, "segue-staging")
+            pin(slots, memory)
+            self._copies = Copies(memory, slots)
+            inner = self._inner.register(slots)
+            self._paths.memory = memory
+            key = handshake.new_key(NET.random_bytes)
+            self._listener = AuthenticatedListener(
+                self._loop,
+                sock,
+                key,
+                self._sockets.accepted,
+                self._admit,
+                name=self.name,
+                handshake_s=self._options.limits.handshake_s,
+                max_pending=_MAX_PENDING,
+            )
+            self._loop.post(self._listener.open)
+        told = self._sockets.endpoint(sock, key, memory.nbytes)
+        mine = StagedAddress(inner=inner, slot_bytes=self.slot_bytes)
+        data = msgspec.msgpack.decode(told.data) | msgspec.to_builtins(mine)
+        data["inner"]["data"] = inner.data
+        return msgspec.structs.replace(told, data=msgspec.msgpack.encode(data))
+
+    def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
+        """See `Transport.connect`."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            memory, linger = self._paths.check_connect(peer), self._lingering.pop(peer, None)
+        if memory is None:
+            return
+        if linger is not None:
+            linger.wait(min(_LINGER_S, timeout_s))
+        address, mine = self._sockets.address(peer, endpoint), _address(endpoint)
+        if mine.slot_bytes < 1:
+            raise PeerRefused(f"{peer} has slots of {mine.slot_bytes} bytes")
+        (channel,) = self._sockets.open_streams(peer, address, 1, round(deadline - time.monotonic(), 3))
+        try:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise BootstrapTimeout(f"{peer} made no {self.name} path within {timeout_s} s")
+            self._inner.connect(peer, mine.inner, left_s)
+        except BaseException:
+            channel.close()
+            raise
+        path: StagedWriter
+        stream = self._stream(
+            channel, peer, lambda message: path.told(message), lambda error: path.end(error)
+        )
+        path = StagedWriter(
+            self,
+            peer,
+            endpoint.nbytes,
+            mine.slot_bytes,
+            lambda message, owes: stream.send(message, owes=owes),
+            stream.answered,
+            stream.close,
+        )
+        with self._lock:
+            added = self._paths.add(peer, path)
+            if added:
+                self._writers[path] = stream
+        if not added:
+            channel.close()
+            self._paths.check_connect(peer)  # says why
+            return
+        self._loop.post(stream.open)
+
+    def grant(self, peer: RankId, epoch: int, area: Content) -> None:
+        """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
+        with self._lock:
+            if not self._emitter.closed:
+                self.grants.add(peer, epoch, area)
+
+    def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+        """See `Transport.write`."""
+        posted = time.monotonic()
+        with self._lock:
+            try:
+                path, memory = self._paths.check_write(peer, epoch)
+                nbytes = ranges.check_memory(blocks, memory, path.target_bytes)
+            except SegueError as exc:
+                failed = WriteFailed(peer, epoch, tag, exc)
+            else:
+                self._loop.post(partial(path.write, Write(epoch, tag, nbytes, posted), list(blocks)))
+                return
+        self._emitter.soon(self._loop, failed)
+
+    def fence(self, peer: RankId, epoch: int) -> None:
+        """See `Transport.fence` and this module's text for what is proven."""
+        with self._lock:
+            if self._emitter.closed:
+                return
+            self.grants.remove(peer, epoch)
+            self._area.pop((peer, epoch), None)
+            self._paths.fenced.add(peer, epoch)
+        self._emitter.run_soon(self._loop, partial(self._fence, peer, epoch))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            if self._emitter.closed:
+                return
+            self._emitter.closed = True
+        self._copying.shutdown(wait=True, cancel_futures=True)
+        self._inner.close()
+        self._loop.stop(self._release, _CLOSE_S)
+        memory, slots, self._slots, self._copies = self._paths.memory, self._slots, None, None
+        self._paths.memory = None
+        if slots is not None and memory is not None:
+            unpin(slots, memory)
+            slots.close()
+
+    # ---- on the loop: who is there -------------------------------------------------------------------
+
+    def _admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
+        """See `AuthenticatedListener`."""
+        peer = hello.rank
+        for old in self._readers.get(peer, ()):
+            old.end(PeerLost(f"{peer} connects anew", peer=str(peer)))
+        channel.send(verdict)
+        path: StagedReader
+        stream = self._stream(
+            channel, peer, lambda message: path.told(message), lambda error: path.end(error)
+        )
+        path = StagedReader(self, peer, stream.send, lambda: self._closed(stream))
+        self._streams.add(stream)
+        self._readers.setdefault(peer, []).append(path)
+        stream.open()
+
+    def _stream(
+        self,
+        channel: Channel,
+        peer: RankId,
+        told: Callable[[StagedMessage], None],
+        ended: Callable[[SegueError], None],
+    ) -> ControlStream:
+        silence_s = self._options.limits.peer_silence_s
+        return ControlStream(self._loop, channel, peer, told, ended, silence_s, StagedMessage)
+
+    def _closed(self, stream: ControlStream) -> None:
+        self._streams.discard(stream)
+        stream.close()
+
+    def writer_gone(self, path: StagedWriter) -> bool:
+        """The path reads our memory no more. True if it was connected."""
+        with self._lock:
+            connected = self._paths.remove(path.peer, path)
+            if connected:
+                self._lingering[path.peer] = threading.Event()
+        self._writers.pop(path, None)
+        return connected
+
+    def reader_gone(self, path: StagedReader) -> bool:
+        """The path writes our memory no more. True unless the peer is here by another one."""
+        paths = self._readers.get(path.peer, [])
+        if not path.pieces and path in paths:
+            paths.remove(path)
+        if any(other.over is None for other in paths):
+            return False
+        with self._lock:
+            for epoch in self.grants.remove_peer(path.peer):
+                self._area.pop((path.peer, epoch), None)
+        if not paths:
+            self._readers.pop(path.peer, None)
+        return True
+
+    def _fence(self, peer: RankId, epoch: int) -> None:
+        """First what the peer writes, then what we write to it."""
+        readers = list(self._readers.get(peer, ()))
+        waiting = len(readers)
+
+        def one() -> None:
+            nonlocal waiting
+            waiting -= 1
+            if waiting <= 0:
+                self._fence_writes(peer, epoch)
+
+        for reader in readers:
+            reader.fence(epoch, one)
+        if not readers:
+            one()
+
+    def _fence_writes(self, peer: RankId, epoch: int) -> None:
+        paths = [path for path in self._writers if path.peer == peer]
+        if not paths:
+            self.emit(Fenced(peer, epoch, True))
+        for path in paths[-1:]:
+            path.fence(epoch)
+
+    # ---- on the loop: pieces (WriterHost, ReaderHost) --------------------------------------------------
+
+    def number(self) -> int:
+        """For a piece; no two of this transport have the same."""
+        return next(self._numbers)
+
+    def now(self) -> float:
+        """See `Write.posted`."""
+        return time.monotonic()
+
+    def emit(self, event: TransportEvent) -> None:
+        """Tell our owner."""
+        self._emitter.emit(event)
+
+    def copy_out(self, packed: PackedPiece, slot: int, ended: Callable[[SegueError | None], None]) -> None:
+        """Copy into a slot of ours, on a thread that may wait."""
+        self._copy(lambda copies: copies.out(packed.out, slot), ended)
+
+    def copy_in(self, blocks: list[CopyBlock], slot: int, ended: Callable[[SegueError | None], None]) -> None:
+        """Copy from a slot of ours, on a thread that may wait."""
+        self._copy(lambda copies: copies.into(blocks, slot), ended)
+
+    def _copy(self, copy: Callable[[Copies], None], ended: Callable[[SegueError | None], None]) -> None:
+        copies = self._copies
+        assert copies is not None
+
+        def run() -> None:
+            error: SegueError | None = None
+            try:
+                copy(copies)
+            except Exception as exc:
+                error = TransferFailed(f"a copy of {self.name} failed: {exc!r}")
+            self._loop.post(partial(ended, error))
+
+        try:
+            self._copying.submit(run)
+        except RuntimeError as exc:  # it is being closed
+            self._loop.post(partial(ended, TransferFailed(f"{self.name} copies no more: {exc}")))
+
+    def inner_write(self, peer: RankId, epoch: int, tag: int, block: CopyBlock) -> None:
+        """Write a slot of ours to one of the peer."""
+        path = next(path for path in self._writers if tag in path.pieces)
+        self._writing[tag] = path
+        self._inner.write(peer, epoch, tag, [block])
+
+    def inner_grant(self, peer: RankId, offset: int, nbytes: int, path: StagedReader, piece: InPiece) -> int:
+        """Let the peer write into a slot; under which epoch."""
+        epoch = next(self._inner_epochs)
+        self._reading[epoch] = (path, piece)
+        self._inner.grant(peer, epoch, Content((Plane(offset, 1, 1, 1, 1, 1),), ((0, nbytes),)))
+        return epoch
+
+    def inner_fence(self, peer: RankId, epoch: int) -> None:
+        """Ask for the end of an epoch of the inner transport."""
+        self._inner.fence(peer, epoch)
+
+    def inner_forget(self, epoch: int) -> None:
+        """Its slot is free; whatever comes of it is dropped."""
+        self._reading.pop(epoch, None)
+
+    def check(self, peer: RankId, epoch: int, blocks: list[CopyBlock], nbytes: int) -> None:
+        """Raises TransferFailed unless blocks of a slot of `nbytes` lead into what the epoch was granted."""
+        memory = self._paths.memory
+        with self._lock:
+            area = self.grants.area(peer, epoch)
+        if area is None or memory is None:
+            raise not_granted(peer, epoch)
+        if ranges.check(blocks, nbytes, memory.nbytes) != nbytes:
+            raise TransferFailed(f"{peer} has filled another slot than it asked for")
+        found = self._area.get((peer, epoch))
+        if found is None or found[0] is not area:
+            found = self._area[peer, epoch] = (area, tcp_wire.ranges_of(area, memory.nbytes))
+        for rows in tcp_wire.cut(blocks, 2**30, 2**20):
+            if not tcp_wire.inside(rows.target, found[1]):
+                raise TransferFailed(f"{peer} writes outside what epoch {epoch:x} was granted")
+
+    # ---- the inner transport ---------------------------------------------------------------------------
+
+    def _from_inner(self, event: TransportEvent) -> None:
+        """On any thread."""
+        if isinstance(event, PeerGone):
+            with self._lock:
+                linger = self._lingering.get(event.peer)
+            if linger is not None:
+                linger.set()
+        self._loop.post(partial(self._moved, event))
+
+    def _moved(self, event: TransportEvent) -> None:
+        match event:
+            case Written() | WriteFailed():
+                if (writer := self._writing.pop(event.tag, None)) is not None:
+                    writer.moved(event.tag, event)
+            case Fenced(_, epoch, proven):
+                if proven and epoch in self._reading:
+                    reader, piece = self._reading[epoch]
+                    reader.proven(piece)
+            case PeerGone(peer, proven):
+                for reader, piece in list(self._reading.values()):
+                    if proven and reader.peer == peer and reader.over is not None:
+                        reader.proven(piece)
+
+    # ---- the end -----------------------------------------------------------------------------------------
+
+    def _crashed(self, exc: BaseException) -> None:
+        self._emitter.fail(exc)
+        self._emitter.all_gone({*self._paths.of, *self._readers})
+
+    def _release(self) -> None:
+        """The loop's last call."""
+        if self._listener is not None:
+            self._listener.close()
+        for stream in [*self._streams, *self._writers.values()]:
+            stream.close()
+        self._paths.of.clear()
+
+
+class StagedTcpTransport(StagedTransport):
+    """Over `tcp`."""
+
+    name = "staged_tcp"
+    preference = 60
+    inner_kind = TcpTransport
+
+
+class StagedShmTransport(StagedTransport):
+    """Over `shm`."""
+
+    name = "staged_shm"
+    preference = 50
+    inner_kind = ShmTransport
+
+
+def _address(endpoint: Endpoint) -> StagedAddress:
+    try:
+        return msgspec.msgpack.decode(endpoint.data, type=StagedAddress)
+    except DECODE_ERRORS as exc:
+        raise PeerRefused(f"unreadable endpoint of a staging pool: {exc}") from exc
+
+
+def _next_port(options: TransportOptions) -> TransportOptions:
+    """The control stream has the port itself, the inner transport the one behind it."""
+    port, advertised = options.port, options.advertise_port
+    return replace(
+        options,
+        port=port + 1 if port else 0,
+        advertise_port=None if advertised is None else advertised + 1,
+    )

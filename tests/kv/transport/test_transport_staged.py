@@ -1,0 +1,377 @@
+"""Staging: slots as credits, hand-offs of memory that no transport takes, and what a bad peer can do."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from areas import whole
+from ranks import rank
+from segue.kv.config import KVConfig
+from segue.kv.errors import ConfigError, ErrorCode, TransferFailed
+from segue.kv.handles import Change
+from segue.kv.ids import ChecksumKind, KVPoll, RankId, Role, RoomKey, Span, new_room
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.manager import KVManager
+from segue.kv.transport.base import Fenced, TransportEvent, WriteFailed, Written
+from segue.kv.transport.kinds import KINDS
+from segue.kv.transport.memory.pool_memory import Memory, Region, allocate, host_region
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.staged import staged_transport
+from segue.kv.transport.staged import staged_wire as wire
+from segue.kv.transport.staged.staged_copies import Copies, pack
+from segue.kv.transport.staged.staged_slots import Slots
+
+PATIENCE_S = 60.0
+NAMES = ["staged_tcp", "staged_shm"]
+MiB = 2**20
+
+
+class End:
+    """One staged transport over memory of the host that nobody else may look at."""
+
+    def __init__(self, name: str, me: RankId, nbytes: int, staging_bytes: int = 64 * 1024) -> None:
+        self.me = me
+        self.events: queue.Queue[TransportEvent] = queue.Queue()
+        self.array = np.zeros(nbytes, np.uint8)
+        self.memory = Memory([host_region(self.array)])
+        options = TransportOptions(me=me, staging_bytes=staging_bytes)
+        self.transport = KINDS.create(name, self.events.put, options)
+        assert isinstance(self.transport, staged_transport.StagedTransport)
+        self.endpoint = self.transport.register(self.memory)
+
+    def connect(self, other: End) -> None:
+        self.transport.connect(other.me, other.endpoint, PATIENCE_S)
+
+    def wait(self, count: int) -> list[TransportEvent]:
+        return [self.events.get(timeout=PATIENCE_S) for _ in range(count)]
+
+
+@contextmanager
+def ends(name: str, count: int, nbytes: int, **options: int) -> Iterator[list[End]]:
+    made = [End(name, rank(letter * 4), nbytes, **options) for letter in "abcdef"[:count]]
+    try:
+        yield made
+    finally:
+        for end in made:
+            end.transport.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_pools_that_are_full_of_one_another_s_pieces_still_move(
+    name: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sides write to both others at once, each many times what all slots hold."""
+    monkeypatch.setattr(staged_transport, "SLOTS", slots)
+    nbytes = 256 * 1024
+    with ends(name, 3, 4 * nbytes, staging_bytes=2 * slots * 4096) as made:
+        for n, end in enumerate(made):
+            end.array[: 2 * nbytes] = np.random.default_rng(n).integers(0, 256, 2 * nbytes, np.uint8)
+            for other in made:
+                if other is not end:
+                    end.connect(other)
+                    other.transport.grant(end.me, 7 + n, whole(4 * nbytes))
+        moves = [(n, (n + step) % 3, step - 1) for n in range(3) for step in (1, 2)]
+        for n, to, half in moves:
+            block = CopyBlock(half * nbytes, (2 + half) * nbytes, 1, nbytes)
+            made[n].transport.write(made[to].me, 7 + n, half, [block])
+        for end in made:
+            assert all(isinstance(event, Written) for event in end.wait(2))
+        for n, to, half in moves:
+            sent = made[n].array[half * nbytes : (half + 1) * nbytes]
+            assert np.array_equal(made[to].array[(2 + half) * nbytes : (3 + half) * nbytes], sent)
+        for end in made:
+            transport = end.transport
+            assert isinstance(transport, staged_transport.StagedTransport)
+            drained = threading.Event()
+            transport._loop.post(drained.set)
+            assert drained.wait(PATIENCE_S)
+            assert (transport.out_slots.held, transport.in_slots.held) == (0, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fence_frees_the_slots_of_what_was_under_way(name: str) -> None:
+    with ends(name, 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        for epoch in range(1, 30):
+            reader.transport.grant(writer.me, epoch, whole(MiB))
+            writer.transport.write(reader.me, epoch, 0, [CopyBlock(0, 0, 1, MiB)])
+            side = (reader, writer)[epoch % 2]
+            side.transport.fence(writer.me if side is reader else reader.me, epoch)
+            if side is reader:
+                assert side.wait(1) == [Fenced(writer.me, epoch, True)]
+                assert isinstance(writer.wait(1)[0], WriteFailed | Written)
+            else:
+                ended, fenced = side.wait(2)
+                assert isinstance(ended, WriteFailed | Written)
+                assert fenced == Fenced(reader.me, epoch, True)
+                reader.transport.fence(writer.me, epoch)
+                reader.wait(1)
+        reader.transport.grant(writer.me, 99, whole(MiB))
+        writer.transport.write(reader.me, 99, 0, [CopyBlock(0, 0, 1, MiB)])
+        assert isinstance(writer.wait(1)[0], Written), "no slot was lost"
+
+
+def test_slots_are_given_in_turn_and_no_peer_has_more_than_half() -> None:
+    slots = Slots(100, 10, 4)
+    got: list[tuple[str, int]] = []
+
+    def take(peer: str, wants: bool = True) -> None:
+        def take_it(offset: int) -> bool:
+            if wants:
+                got.append((peer, offset))
+            return wants
+
+        slots.take(peer, take_it)
+
+    for peer in "aaab":
+        take(peer)
+    assert got == [("a", 100), ("a", 110), ("b", 120)], "the third of a waits, though one is free"
+    take("c", wants=False)
+    take("c")
+    assert got[3:] == [("c", 130)], "what is not wanted any more is given to the next"
+    take("b")
+    slots.give(110)
+    assert got[4:] == [("a", 110)]
+    slots.give(100)
+    assert got[5:] == [("b", 100)]
+    assert slots.held == 4
+
+
+def test_pieces_hold_what_a_slot_holds_and_all_of_it() -> None:
+    rng = np.random.default_rng(3)
+    source, target = rng.integers(0, 256, 4096, np.uint8), np.zeros(4096, np.uint8)
+    blocks = [
+        CopyBlock(0, 100, 1, 700),
+        CopyBlock(800, 1000, 5, 30, 60, 40, 3, 400, 300),
+        CopyBlock(3000, 3000, 900, 1),
+    ]
+    for slot_bytes in (16, 33, 450, 4096):
+        target[:] = 0
+        slots = allocate(8192)
+        packed = list(pack(blocks, slot_bytes))
+        assert max(piece.nbytes for piece in packed) <= slot_bytes
+        for piece in packed:
+            Copies(Memory([host_region(source)]), slots).out(piece.out, 4096)
+            Copies(Memory([host_region(target)]), slots).into(piece.into, 4096)
+        expected = np.zeros(4096, np.uint8)
+        for block in blocks:
+            for at, to, nbytes in block.ranges():
+                expected[to : to + nbytes] = source[at : at + nbytes]
+        assert np.array_equal(target, expected)
+        slots.close()
+
+
+def test_a_block_over_several_regions_is_copied_region_by_region() -> None:
+    arrays = [np.random.default_rng(n).integers(0, 256, 4096, np.uint8) for n in range(3)]
+    tensors = [torch.from_numpy(array) for array in arrays]
+    memory = Memory(
+        [
+            host_region(arrays[0]),
+            *(Region(t.data_ptr(), t.nbytes, "cpu:0", owner=t) for t in tensors[1:]),
+        ]
+    )
+    stride, slots = memory.starts[1], allocate(8192)
+    block = CopyBlock(8, 0, 3, 16, stride, 16, 2, 64, 48)
+    Copies(memory, slots).out([block], 0)
+    expected = b"".join(a[at : at + 16].tobytes() for at in (8, 72) for a in arrays)
+    assert bytes(slots.buffer[:96]) == expected
+    slots.buffer[:96] = bytes(96)
+    back = CopyBlock(0, 8, 3, 16, 16, stride, 2, 48, 64)
+    Copies(memory, slots).into([back], 0)
+    assert not any(a[at : at + 16].any() for at in (8, 72) for a in arrays)
+    slots.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Filled(5, [CopyBlock(0, 0, 1, 10)]),
+        wire.Filled(1, [CopyBlock(0, 4096, 1, 100)]),
+        wire.Filled(1, [CopyBlock(0, 0, 1, 99)]),
+        wire.Filled(1, [CopyBlock(64, 0, 1, 100)]),
+        wire.Filled(1, [CopyBlock(0, 2**40, 1, 100)]),
+        wire.Want(2, 3, 2**30),
+        wire.PieceCopied(1),
+        wire.SlotGranted(1, 1, 0),
+    ],
+)
+def test_a_writer_that_says_what_it_may_not_is_cut_and_writes_nothing(message: msgspec.Struct) -> None:
+    with ends("staged_tcp", 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        reader.array[:] = 9
+        reader.transport.grant(writer.me, 3, whole(2048))
+        (path,) = writer.transport._writers.values()  # type: ignore[attr-defined]
+        told = threading.Event()
+        said = path._told
+        path._told = lambda _message: told.set()  # the writer is an impostor from now on
+        for each in (wire.Want(1, 3, 100), message):
+            writer.transport._loop.post(lambda each=each: path.send(each))  # type: ignore[attr-defined]
+            if isinstance(each, wire.Want) and each.number == 1:
+                assert told.wait(PATIENCE_S)
+        if message == wire.Filled(5, [CopyBlock(0, 0, 1, 10)]):
+            path._told = said  # it hears that there is no such piece
+        else:
+            gone = reader.wait(1)[0]
+            assert type(gone).__name__ == "PeerGone"
+        assert (reader.array == 9).all()
+
+
+def test_memory_of_a_device_that_no_tensor_owns_is_refused() -> None:
+    transport = KINDS.create("staged_tcp", lambda _: None, TransportOptions(me=rank("aaaa")))
+    with pytest.raises(ConfigError, match="no tensor of torch"):
+        transport.register(Memory([Region(4096, 64, "cuda:0", owner=object())]))
+    transport.close()
+
+
+def test_staging_stands_for_what_takes_no_device_memory_and_for_nothing_else() -> None:
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    device = Memory([Region(tensor.data_ptr(), 64, "cpu:0", owner=tensor)])
+    host = Memory([host_region(np.zeros(64, np.uint8))])
+    assert KINDS.for_memory(["shm", "tcp"], device) == ["staged_shm", "staged_tcp"]
+    assert KINDS.for_memory(["cuda_ipc", "tcp"], device) == ["cuda_ipc", "tcp"]
+    assert KINDS.for_memory(["shm", "tcp"], host) == ["shm", "tcp"]
+
+
+# ---- hand-offs ---------------------------------------------------------------------------------------
+
+SHAPE = KVShape(layers=3, kv_heads=2, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
+PAGES, PAGE, TOKENS = 16, 4, 45
+LIMITS = Limits(keepalive_s=0.5, peer_silence_s=60.0, handshake_s=60.0, connect_s=60.0)
+
+
+class Half:
+    """A manager over memory of the host, as it is or declared as a device's."""
+
+    def __init__(self, role: Role, transports: list[str], on_device: bool, staging_bytes: int) -> None:
+        self.spec = PoolSpec(shape=SHAPE, page_tokens=PAGE, pages=PAGES, layer_count=3, head_count=2)
+        self.tensor = torch.zeros(self.spec.nbytes, dtype=torch.uint8)
+        kind = {"device": "cpu:0"} if on_device else {}
+        region = Region(self.tensor.data_ptr(), self.tensor.nbytes, owner=self.tensor, **kind)  # type: ignore[arg-type]
+        self.changes: queue.Queue[Change] = queue.Queue()
+        config = KVConfig(
+            role=role,
+            model="m",
+            spec=self.spec,
+            transports=transports,
+            limits=LIMITS,
+            staging_bytes=staging_bytes,
+        )
+        self.manager = KVManager(config, Memory([region]), self.changes.put)
+        self.me, self.address = config.me, self.manager.start()
+
+    def wait(self, handle: object, phase: KVPoll) -> None:
+        while handle.poll() is not phase:  # type: ignore[attr-defined]
+            assert not handle.poll().terminal, handle.error  # type: ignore[attr-defined]
+            self.changes.get(timeout=PATIENCE_S)
+
+
+@contextmanager
+def halves(
+    transports: tuple[list[str], list[str]], on_device: tuple[bool, bool], staging_bytes: int = 128 * 1024
+) -> Iterator[tuple[Half, Half]]:
+    prefill = Half(Role.PREFILL, transports[0], on_device[0], staging_bytes)
+    decode = Half(Role.DECODE, transports[1], on_device[1], staging_bytes)
+    try:
+        decode.manager.add_peer(prefill.me, *prefill.address)
+        yield prefill, decode
+    finally:
+        decode.manager.close()
+        prefill.manager.close()
+
+
+CASES = [
+    (["tcp"], ["tcp"], True, True, ChecksumKind.WORDS),
+    (["shm"], ["shm"], True, True, ChecksumKind.WORDS),
+    (["tcp"], ["tcp", "staged_tcp"], True, False, ChecksumKind.WORDS),
+    (["tcp", "staged_tcp"], ["tcp"], False, True, ChecksumKind.WORDS),
+    (["staged_shm"], ["staged_shm"], False, False, ChecksumKind.XXH3),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "here", "there", "kind"), CASES)
+def test_kv_of_a_device_is_handed_over_checked(
+    ours: list[str], theirs: list[str], here: bool, there: bool, kind: ChecksumKind
+) -> None:
+    with halves((ours, theirs), (here, there)) as (prefill, decode):
+        for number in range(3):
+            content = os.urandom(prefill.spec.nbytes)
+            prefill.tensor[:] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            key = RoomKey(new_room())
+            sender = prefill.manager.expect(key, TOKENS, PATIENCE_S)
+            receiver = decode.manager.receive(key, prefill.me, TOKENS, PATIENCE_S)
+            decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+            receiver.publish(range(2, 2 + 12))
+            ready = prefill.manager.ready()
+            sender.send(Span(0, 20), range(12))
+            sender.send(Span(20, TOKENS), range(12), b"first token", ready=ready)
+            ready.signal()
+            decode.wait(receiver, KVPoll.SUCCESS)
+            prefill.wait(sender, KVPoll.SUCCESS)
+            landed = bytes(decode.tensor.numpy())
+            for layer in range(3):
+                for value in (False, True):
+                    at = prefill.spec.offset(layer, value, 0)
+                    to = decode.spec.offset(layer, value, 2 * PAGE)
+                    nbytes = TOKENS * prefill.spec.k_token_bytes
+                    assert landed[to : to + nbytes] == content[at : at + nbytes], number
+            (peer,) = prefill.manager._peers.values()
+            assert peer.checksum is kind
+            assert peer.transport.startswith("staged_")
+            sender.clear()
+            receiver.clear()
+
+
+def test_a_byte_that_changed_on_a_device_ends_both_halves() -> None:
+    with halves((["tcp"], ["tcp"]), (True, True)) as (prefill, decode):
+        key = RoomKey(new_room())
+        sender = prefill.manager.expect(key, TOKENS, PATIENCE_S)
+        receiver = decode.manager.receive(key, prefill.me, TOKENS, PATIENCE_S)
+        decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+        receiver.publish(range(12))
+        (transport,) = decode.manager._ranks[0]._by_name.values()  # type: ignore[attr-defined]
+        into = transport._copies.into
+
+        def flipped(blocks: list[CopyBlock], slot: int) -> None:
+            into(blocks, slot)
+            decode.tensor[blocks[0].dst_offset] ^= 1
+
+        transport._copies.into = flipped
+        sender.send(Span(0, TOKENS), range(12), b"")
+        for half, handle in ((prefill, sender), (decode, receiver)):
+            while not handle.poll().terminal:
+                half.changes.get(timeout=PATIENCE_S)
+            assert handle.error is not None
+            assert handle.error.code is ErrorCode.CHECKSUM_MISMATCH
+
+
+def test_a_copy_that_fails_fails_its_hand_off_and_no_slot_is_lost() -> None:
+    with ends("staged_tcp", 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        copies = writer.transport._copies  # type: ignore[attr-defined]
+        out = copies.out
+
+        def broken(blocks: list[CopyBlock], slot: int) -> None:
+            copies.out = out
+            raise RuntimeError("out of device memory")
+
+        copies.out = broken
+        writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+        (failed,) = writer.wait(1)
+        assert isinstance(failed, WriteFailed)
+        assert isinstance(failed.error, TransferFailed)
+        assert "out of device memory" in str(failed.error)
+        writer.transport.write(reader.me, 3, 2, [CopyBlock(0, 0, 1, MiB)])
+        assert isinstance(writer.wait(1)[0], Written)
