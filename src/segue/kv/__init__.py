@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from segue.kv.transport.memory.pool_memory import MemoryKind as MemoryKind
     from segue.kv.transport.memory.pool_memory import Region as Region
     from segue.kv.transport.memory.pool_memory import allocate as allocate
+    from segue.kv.transport.memory.tensors import PointerView as PointerView
     from segue.kv.transport.memory.tensors import pool_of as pool_of
     from segue.kv.transport.probe import FAR_UNDER as FAR_UNDER
     from segue.kv.transport.probe import SCRATCH_BYTES as SCRATCH_BYTES
@@ -170,7 +171,7 @@ _MODULE_OF = {
         "segue.kv.transport.kinds": "AUTO_TRANSPORT KINDS USABLE",
         "segue.kv.transport.memory.host_memory": "available_bytes cpu_quota limited_groups",
         "segue.kv.transport.memory.pool_memory": "Memory MemoryKind Region allocate",
-        "segue.kv.transport.memory.tensors": "pool_of",
+        "segue.kv.transport.memory.tensors": "PointerView pool_of",
         "segue.kv.transport.probe": "FAR_UNDER SCRATCH_BYTES",
     }.items()
     for name in names.split()

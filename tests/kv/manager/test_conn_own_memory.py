@@ -17,7 +17,7 @@ from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.transport import kinds
 from segue.kv.transport.memory import copier
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, allocate
-from segue.kv.transport.memory.tensors import pool_of
+from segue.kv.transport.memory.tensors import PointerView, pool_of
 from segue.kv.transport.tcp import tcp_in, tcp_out
 from segue.kv.transport.tcp.tcp_wire import Cursor, Rows
 
@@ -226,11 +226,19 @@ def test_tensors_in_one_region_each_lie_at_equal_distances_however_they_were_all
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (np.zeros((2, 6, 4, HEADS, DIM + 1), np.float16), "layer 1: .* where .* are needed"),
-        (np.zeros((2, 6, 4, HEADS, DIM), np.float32), "layer 1: items of 2 bytes must follow one another"),
-        (np.zeros((2, 6, 4, HEADS, 2 * DIM), np.float16)[..., ::2], "layer 1: items of 2 bytes"),
-        (np.zeros((2, 6, 4, HEADS, DIM), np.float16)[:, ::-1], "layer 1: .* forwards"),
-        (np.zeros((1, 6, 4, HEADS, DIM), np.float16), "layer 1: .* where .* are needed"),
+        (
+            np.zeros((2, 6, 4, HEADS, DIM + 1), np.float16),
+            r"layers\[1\]\[0\].shape\[3\] \(items\) is 9 where 8",
+        ),
+        (np.zeros((2, 6, 5, HEADS, DIM), np.float16), r"layers\[1\]\[0\].shape\[1\] \(tokens\) is 5 where 4"),
+        (np.zeros((2, 6, 4, HEADS, DIM), np.float32), r"layers\[1\]\[0\] has items of 4 bytes"),
+        (
+            np.zeros((2, 6, 4, HEADS, 2 * DIM), np.float16)[..., ::2],
+            r"layers\[1\]\[0\].strides\[3\] \(items\)",
+        ),
+        (np.zeros((2, 6, 4, HEADS, DIM), np.float16)[:, ::-1], r"strides\[0\] \(pages\) is -\d+ bytes"),
+        (np.zeros((1, 6, 4, HEADS, DIM), np.float16), r"layers\[1\] has 1 tensors where 2 are needed"),
+        (np.zeros((2, 6, 4, DIM), np.float16), r"layers\[1\]\[0\].shape is \(6, 4, 8\) where"),
     ],
 )
 def test_tensors_that_are_no_pool_are_refused(layer: np.ndarray, words: str) -> None:
@@ -241,9 +249,72 @@ def test_tensors_that_are_no_pool_are_refused(layer: np.ndarray, words: str) -> 
     with pytest.raises(LayoutMismatch, match=r"planes\[2\].offset: .* overlaps planes\[0\]"):
         pool_of(shape, [good, good])
     memory = allocate(4096)
-    with pytest.raises(ConfigError, match="none of the memory's regions"):
+    with pytest.raises(ConfigError, match=r"layers\[0\]\[0\] at .* none of the memory's regions"):
         pool_of(shape, [good, good], memory=memory)
     memory.close()
+    with pytest.raises(ConfigError, match="layers: there is none"):
+        pool_of(shape, [])
+
+
+def test_buffers_of_other_engines_are_described_by_views_or_by_pointers() -> None:
+    """Layer-major, block-major (all layers of a block together), and a block as the unit where K of a token
+    is no row; each as views, and as addresses without a tensor."""
+    layers, blocks, tokens = 2, 5, 4
+    shape = KVShape(layers=layers, kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype="float16", item_bytes=2)
+    for order in ("LKNBH", "NLKBH", "NLKHB"):
+        sizes = {"L": layers, "K": 2, "N": blocks, "B": tokens, "H": HEADS}
+        whole = np.zeros([sizes[axis] for axis in order] + [DIM], np.float16)
+        axes = [order.index(axis) for axis in "LKNBH"]
+        views = whole.transpose(*axes, 5)
+        pointers = [
+            [
+                PointerView(
+                    address=view.ctypes.data,
+                    shape=view.shape,
+                    strides=view.strides,
+                    item_bytes=2,
+                    owner=whole,
+                )
+                for view in layer
+            ]
+            for layer in views
+        ]
+        by_view, memory = pool_of(shape, [tuple(layer) for layer in views])
+        by_pointer, same = pool_of(shape, pointers)
+        assert by_view == by_pointer
+        assert [(r.address, r.nbytes) for r in memory.regions] == [
+            (r.address, r.nbytes) for r in same.regions
+        ]
+        assert len(memory.regions) == (2 * layers if order == "LKNBH" else 1)
+
+    # K as [head, item, token], V as [head, token, item], side by side in each block of each layer.
+    caches = [np.zeros((blocks, 2, HEADS, DIM * tokens), np.float16) for _ in range(layers)]
+    unit = KVShape(
+        layers=layers, kv_heads=HEADS, k_dim=DIM * tokens, v_dim=DIM * tokens, dtype="x", item_bytes=2
+    )
+    spec, memory = pool_of(
+        unit,
+        [
+            [
+                PointerView(
+                    address=cache[:, kind].ctypes.data,
+                    shape=(blocks, 1, HEADS, DIM * tokens),
+                    strides=(cache.strides[0], cache.strides[0], cache.strides[2], 2),
+                    item_bytes=2,
+                    owner=cache,
+                )
+                for kind in (0, 1)
+            ]
+            for cache in caches
+        ],
+    )
+    assert (spec.page_tokens, spec.pages, len(memory.regions)) == (1, blocks, layers)
+    assert [plane.offset for plane in spec.planes] == [0, caches[0].strides[1]] * layers
+    with pytest.raises(ConfigError, match=r"layers\[0\]\[0\].shape\[3\]"):
+        pool_of(
+            shape,
+            [[PointerView(address=4096, shape=(1, 1, 2, 9), strides=(36, 36, 18, 2), item_bytes=2)] * 2],
+        )
 
 
 def test_a_pool_that_is_not_the_memory_given_is_refused_before_anything_starts() -> None:

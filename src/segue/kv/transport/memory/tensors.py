@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,24 @@ class TorchTensor(Protocol):
     def data_ptr(self) -> int: ...
     def stride(self) -> Sequence[int]: ...
     def element_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointerView:
+    """K or V of one layer that an engine knows by its `address` on a `device` alone: what `pool_of` would
+    read off a tensor.
+
+    `shape` and `strides` (in bytes) are `[page, token, head, item]`, `item_bytes` the size of an item. What
+    `owner` is stays alive. Where a token is no row of its own (K that is transposed within a block), a page
+    is the unit: one token, and all its bytes are items.
+    """
+
+    address: int
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    item_bytes: int
+    device: str = "cpu"
+    owner: object = field(default=None, repr=False, compare=False)
 
 
 _FIRST = RankCoord()
@@ -47,7 +65,38 @@ class _LayerView:
         return self.address + last + self.item_bytes
 
 
-def _view(tensor: npt.NDArray[Any] | TorchTensor) -> _LayerView:
+_AXES = ("pages", "tokens", "heads", "items")
+
+
+def _check_axes(name: str, view: _LayerView) -> None:
+    if len(view.shape) != len(_AXES) or min(view.shape) < 1:
+        raise ConfigError(f"{name}.shape is {view.shape} where [page, token, head, item] are needed")
+
+
+def _check(name: str, view: _LayerView, wanted: tuple[int, ...], item_bytes: int, first: _LayerView) -> None:
+    """Raises ConfigError with the field that is wrong."""
+    _check_axes(name, view)
+    for axis, (found, due) in enumerate(zip(view.shape, wanted, strict=True)):
+        if found != due:
+            raise ConfigError(f"{name}.shape[{axis}] ({_AXES[axis]}) is {found} where {due} are needed")
+    if view.item_bytes != item_bytes:
+        raise ConfigError(
+            f"{name} has items of {view.item_bytes} bytes where shape.item_bytes is {item_bytes}"
+        )
+    for axis, stride in enumerate(view.strides):
+        if stride < 0 or (axis == 3 and stride != item_bytes and view.shape[3] > 1):
+            raise ConfigError(
+                f"{name}.strides[{axis}] ({_AXES[axis]}) is {stride} bytes: items must follow one another, "
+                "and nothing lies backwards"
+            )
+    if view.device != first.device:
+        raise ConfigError(f"{name}.device is {view.device}, and layers[0][0] lies on {first.device}")
+
+
+def _view(tensor: npt.NDArray[Any] | TorchTensor | PointerView) -> _LayerView:
+    if isinstance(tensor, PointerView):
+        where = (tensor.owner, tensor.address, tensor.device)
+        return _LayerView(*where, tensor.shape, tensor.strides, tensor.item_bytes)
     if isinstance(tensor, np.ndarray):
         return _LayerView(tensor, tensor.ctypes.data, "cpu", tensor.shape, tensor.strides, tensor.itemsize)
     item = tensor.element_size()
@@ -57,7 +106,7 @@ def _view(tensor: npt.NDArray[Any] | TorchTensor) -> _LayerView:
 
 def pool_of(
     shape: KVShape,
-    layers: Sequence[Sequence[npt.NDArray[Any] | TorchTensor]],
+    layers: Sequence[Sequence[npt.NDArray[Any] | TorchTensor | PointerView]],
     *,
     memory: Memory | None = None,
     coord: RankCoord = _FIRST,
@@ -70,27 +119,24 @@ def pool_of(
     `head_start`; `coord` are its coordinates in the replica.
 
     `layers` holds K and V of each layer of this rank (MLA: the latent alone) as views `[page, token,
-    head, item]` of any strides, of numpy or torch: `t[0]`, `t[1]` of `[2, pages, tokens, heads, items]`.
+    head, item]` of any strides, of numpy or torch: `t[0]`, `t[1]` of `[2, pages, tokens, heads, items]`; or
+    as `PointerView`, where there is no tensor.
     Without `memory` the tensors are regions of host or device memory as they are; with it they must lie in
-    its regions (of `allocate`, for `shm`). Raises ConfigError for tensors that do not fit together, and
-    LayoutMismatch for ones that overlap.
+    its regions (of `allocate`, for `shm`). Raises ConfigError, with the field, for tensors that do not fit
+    together, and LayoutMismatch for ones that overlap.
     """
     views = [[_view(tensor) for tensor in layer] for layer in layers]
-    first = views[0][0]
-    pages, tokens, heads = first.shape[:3]
     dims = (shape.k_dim, shape.v_dim)[: 2 if shape.v_dim else 1]
+    if not views or not views[0]:
+        raise ConfigError("layers: there is none, or none with a tensor")
+    first = views[0][0]
+    _check_axes("layers[0][0]", first)
+    pages, tokens, heads = first.shape[:3]
     for index, layer in enumerate(views):
-        wanted = [(pages, tokens, heads, dim) for dim in dims]
-        if [view.shape for view in layer] != wanted:
-            raise ConfigError(f"layer {index}: {[view.shape for view in layer]} where {wanted} are needed")
-        for view in layer:
-            dense = view.strides[3] == shape.item_bytes or view.shape[3] == 1
-            dense = dense and view.item_bytes == shape.item_bytes
-            if not dense or min(view.strides) < 0 or view.device != first.device:
-                raise ConfigError(
-                    f"layer {index}: items of {shape.item_bytes} bytes must follow one another, forwards, "
-                    f"on {first.device}; not with strides of {view.strides} on {view.device}"
-                )
+        if len(layer) != len(dims):
+            raise ConfigError(f"layers[{index}] has {len(layer)} tensors where {len(dims)} are needed")
+        for kind, (view, dim) in enumerate(zip(layer, dims, strict=True)):
+            _check(f"layers[{index}][{kind}]", view, (pages, tokens, heads, dim), shape.item_bytes, first)
     if memory is None:
         memory = Memory(_regions([view for layer in views for view in layer]))
     spec = PoolSpec(
@@ -103,7 +149,11 @@ def pool_of(
         head_start=head_start,
         head_count=heads,
         regions=tuple(region.nbytes for region in memory.regions),
-        planes=tuple(_plane(view, memory.regions) for layer in views for view in layer),
+        planes=tuple(
+            _plane(view, memory.regions, f"layers[{index}][{kind}]")
+            for index, layer in enumerate(views)
+            for kind, view in enumerate(layer)
+        ),
     )
     return spec, memory
 
@@ -125,9 +175,9 @@ def _regions(views: Sequence[_LayerView]) -> list[Region]:
     return [region for _, region in sorted(found, key=lambda pair: pair[0])]
 
 
-def _plane(view: _LayerView, regions: Sequence[Region]) -> PlaneSpec:
+def _plane(view: _LayerView, regions: Sequence[Region], name: str = "a tensor") -> PlaneSpec:
     for index, region in enumerate(regions):
         offset = view.address - region.address
         if offset >= 0 and view.end <= region.address + region.nbytes and view.device == region.device:
             return PlaneSpec(index, offset, *view.strides[:3])
-    raise ConfigError(f"a tensor at {view.address:#x} lies in none of the memory's regions")
+    raise ConfigError(f"{name} at {view.address:#x} on {view.device} lies in none of the memory's regions")
