@@ -67,13 +67,14 @@ class Rank:
             [r.ctypes.data for r in rows], [r.nbytes for r in rows], [r[0].nbytes for r in rows]
         )
         pool = page_pool(kv_args(self.kv), mla=mla)
-        config = KVConfig(role=role, model=model, spec=pool.spec, transports=["tcp"], dp=dp or DpRanks())
+        config = KVConfig(role=role, model=model, spec=pool.spec, transports=["tcp"])
         self.handoffs = RankHandoffs(
             config,
             pool,
             self.slots,
             bootstrap_s=bootstrap_s,
             waiting_s=waiting_s,
+            dp=dp,
             dp_rank=dp_rank,
             hooks=hooks,
         )

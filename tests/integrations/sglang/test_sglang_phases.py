@@ -89,6 +89,7 @@ def test_a_rank_that_contradicts_the_room_or_the_hint_is_a_conflict(
         ({"allocation_policy": "prefill_complete"}, "use early"),
         ({"host_receive": True}, "host-receive-threshold"),
         ({"staging_buffer": True}, "SGLANG_DISAGG_STAGING_BUFFER"),
+        ({"deferred_release": False}, "DEFERRED_DECODE_KV_RELEASE=0"),
         ({"rust_server": True}, "SGLANG_RUST_SERVER"),
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sglang_pair import LAYERS, PAGE, PAGES, ROW, kv_args
 
-from segue.integrations.sglang.sglang_pool import MIN_PAGE_TOKENS, MetadataSlots, page_pool
+from segue.integrations.sglang.sglang_pool import MetadataSlots, page_pool
 from segue.kv import ConfigError, LayoutMismatch, Limits, MetadataMismatch
 
 
@@ -48,7 +48,6 @@ def test_neighbouring_pages_are_one_run_and_scattered_ones_are_not() -> None:
     [
         ({"state_types": [SimpleNamespace(value="mamba")]}, "mamba"),
         ({"num_draft_entries": 2}, "without speculative decoding"),
-        ({"page_size": 1}, f"--page-size {MIN_PAGE_TOKENS}"),
         (
             {
                 "kv_item_lens": [PAGE * ROW] * 5 + [PAGE * ROW // 2],

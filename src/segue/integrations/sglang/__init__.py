@@ -1,6 +1,7 @@
-"""SGLang: the parts of a transfer backend over `segue.kv` that do not need SGLang itself.
+"""SGLang: a transfer backend of its prefill-decode disaggregation over `segue.kv`.
 
-`sglang_pool` describes SGLang's memory, `sglang_phases` maps phases to those that its queues accept,
-`sglang_settings` refuses what is not supported, and `sglang_handoffs` has the senders and receivers of one
-scheduler rank.
+`sglang_plugin` is the way in, and `sglang_backend` the classes that SGLang makes: the one module that imports
+SGLang at its top. `sglang_handoffs` decides: the senders and receivers of one scheduler rank. `sglang_pool`
+describes SGLang's memory, `sglang_phases` maps phases to those that its queues accept, and `sglang_settings`
+refuses what is not supported.
 """

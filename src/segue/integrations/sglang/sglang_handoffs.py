@@ -119,6 +119,7 @@ class RankHandoffs:
         *,
         bootstrap_s: float,
         waiting_s: float,
+        dp: DpRanks | None = None,
         dp_rank: int = 0,
         hooks: RankHooks | None = None,
     ) -> None:
@@ -126,7 +127,7 @@ class RankHandoffs:
         self.slots = slots
         self.bootstrap_s = bootstrap_s
         self.waiting_s = waiting_s
-        self.dp: DpRanks = config.dp
+        self.dp = dp or DpRanks()
         self.dp_rank = dp_rank
         self.hooks = hooks or RankHooks()
         self.manager = KVManager(config, pool.memory, self._on_change)

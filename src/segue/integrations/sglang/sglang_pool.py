@@ -13,8 +13,9 @@ from typing import Any
 
 from segue.kv import ConfigError, KVShape, Limits, Memory, MetadataMismatch, PlaneSpec, PoolSpec, Region
 
-#: Tokens of the smallest page that is accepted: each scattered page is a row of its own in every buffer.
-MIN_PAGE_TOKENS = 16
+#: Tokens of the smallest page that is advised: neighbouring pages are moved as one run, but each scattered
+#: page is a row of its own in every buffer.
+ADVISED_PAGE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,6 @@ def page_pool(args: Any, *, mla: bool) -> SglangPool:
     if args.num_draft_entries:
         raise ConfigError(
             f"{args.num_draft_entries} buffers are a draft model's: start without speculative decoding"
-        )
-    if args.page_size < MIN_PAGE_TOKENS:
-        raise ConfigError(
-            f"scattered pages of {args.page_size} tokens are too slow to move: start both sides with "
-            f"--page-size {MIN_PAGE_TOKENS} or more"
         )
     items, sizes = list(args.kv_item_lens), list(args.kv_data_lens)
     if not items or not len(items) == len(sizes) == len(args.kv_data_ptrs):

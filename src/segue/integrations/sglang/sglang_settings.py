@@ -64,6 +64,7 @@ class SchedulerFacts:
     allocation_policy: str = "early"
     host_receive: bool = False
     staging_buffer: bool = False
+    deferred_release: bool = True
     rust_server: bool = False
 
 
@@ -81,6 +82,11 @@ def check_scheduler(facts: SchedulerFacts) -> None:
         ),
         (facts.host_receive, "--disaggregation-decode-host-receive-threshold below 1: leave it out"),
         (facts.staging_buffer, "SGLANG_DISAGG_STAGING_BUFFER: unset it"),
+        (
+            not facts.deferred_release,
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, which gives pages away that a peer may "
+            "write into: unset it",
+        ),
         (facts.rust_server, "SGLANG_RUST_SERVER, whose registry does not know segue's leaders: unset it"),
     ]
     for wrong, what in refused:

@@ -1,0 +1,88 @@
+"""The way into SGLang: the entry point `sglang.srt.plugins`, which SGLang calls in each of its processes.
+
+It adds `segue` to the transfer backends. A version of SGLang that was not tried gets one line in the log and
+no backend; `--disaggregation-transfer-backend segue` is then refused by SGLang itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from segue.integrations.sglang.sglang_handoffs import Intake
+from segue.integrations.sglang.sglang_settings import version_refusal
+
+log = logging.getLogger("segue.sglang")
+
+BACKEND = "segue"
+_UTILS = "sglang.srt.disaggregation.utils"
+
+
+def register() -> None:
+    """Add the backend to SGLang's choices."""
+    refusal = version_refusal(importlib.metadata.version("sglang"))
+    if refusal is not None:
+        log.warning(refusal)
+        return
+    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    members = {member.name: member.value for member in TransferBackend}
+    extended = Enum("TransferBackend", {**members, "SEGUE": BACKEND}, module=_UTILS)  # type: ignore[misc]
+    add_disagg_transfer_backend_choices([BACKEND])
+    HookRegistry.register(f"{_UTILS}.TransferBackend", extended, HookType.REPLACE)
+    HookRegistry.register(f"{_UTILS}.get_kv_class", kv_class, HookType.AROUND)
+
+
+def kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    """Around `get_kv_class`: our classes for our backend."""
+    kind = class_type.value
+    if transfer_backend.value != BACKEND or kind == "kvargs":
+        return original(transfer_backend, class_type)
+    from segue.integrations.sglang import sglang_backend
+
+    if kind == "manager":
+        _hook_queues()
+    return {
+        "manager": sglang_backend.SegueKVManager,
+        "sender": sglang_backend.SegueKVSender,
+        "receiver": sglang_backend.SegueKVReceiver,
+        "bootstrap_server": sglang_backend.SegueKVBootstrapServer,
+    }[kind]
+
+
+@cache
+def _hook_queues() -> None:
+    """Once in a scheduler that uses the backend; not with another one."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    queues = "sglang.srt.disaggregation"
+    HookRegistry.register(
+        f"{queues}.prefill.PrefillBootstrapQueue.create_sender", create_sender, HookType.AROUND
+    )
+    HookRegistry.register(
+        f"{queues}.decode.DecodeTransferQueue._defer_release", keep_until_proof, HookType.AFTER
+    )
+    HookRegistry.apply_hooks()
+
+
+def create_sender(original: Any, queue: Any, req: Any, num_kv_heads: int) -> Any:
+    """Around `create_sender`: the sender learns the length of the prompt, which SGLang does not give it."""
+    manager = queue.kv_manager
+    manager.intake = Intake(len(req.origin_input_ids), req.disagg_prefill_dp_rank)
+    try:
+        return original(queue, req, num_kv_heads)
+    finally:
+        manager.intake = None
+
+
+def keep_until_proof(result: Any, queue: Any, decode_req: Any) -> None:
+    """After `_defer_release`: pages of a failed request are not given away after 30 s, but after the proof
+    that nobody writes into them."""
+    request, start, _, slot, acks = queue._deferred_releases[-1]
+    queue._deferred_releases[-1] = (request, start, math.inf, slot, acks)
