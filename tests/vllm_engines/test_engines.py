@@ -175,6 +175,31 @@ def test_a_prefill_that_is_stopped_then_killed(start: Start, transport: str) -> 
     assert sum(counts["outcomes"].values()) == 4
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_while_a_prefill_is_stopped(start: Start, transport: str) -> None:
+    """Decode answers. Over tcp its blocks are free meanwhile. Over shm prefill writes into them itself, and
+    they stay in quarantine until it goes on."""
+    asked = prompts(2, seed=12)
+    prefill = start("kv_producer", transport=[transport])
+    decode = start("kv_consumer", transport=[transport])
+    clients = Clients(prefill, decode)
+    wanted = unified(decode, "u", asked)
+    assert clients.sequential("first", asked[:1]) == wanted[:1]
+    prefill.ask("p", asked[1], 1, TO_PREFILL)
+    params = prefill.answer("p")["params"]
+    prefill.kill(signal.SIGSTOP)
+    decode.ask("d", asked[1], 8, params)
+    assert decode.answer("d")["tokens"] == wanted[1]
+    if transport == "tcp":
+        decode.at_rest()
+    else:
+        assert decode.counts()["held"]["pinned"] == -(-len(asked[1]) // BLOCK)
+    prefill.kill(signal.SIGCONT)
+    for engine in (decode, prefill):
+        engine.at_rest(within_s=70)
+    assert clients.sequential("last", asked) == wanted
+
+
 def test_with_the_policy_fail_a_lost_load_is_an_error(start: Start) -> None:
     asked = prompts(1, seed=5)
     prefill = start("kv_producer", transport=["tcp"])

@@ -24,28 +24,19 @@ START_S = 200
 
 
 @contextlib.contextmanager
-def serve(model: Path, role: str, core: int, port: int, log: Path, **extra: Any) -> Iterator[str]:
-    """The base address of a `vllm serve`; its whole process group is ended at last."""
-    command = [
-        str(PYTHON.with_name("vllm")),
-        *("serve", str(model), "--served-model-name", "dummy", "--port", str(port), "--host", "127.0.0.1"),
-        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--block-size", str(BLOCK)),
-        *("--num-gpu-blocks-override", "256", "--no-enable-prefix-caching", "--max-num-seqs", "8"),
-        *("--kv-transfer-config", json.dumps(transfer_config(role, **extra))),
-    ]
-    path = log / f"{role}.log"
-    with path.open("wb") as output:
+def running(command: list[str], core: int, log: Path, ready: str) -> Iterator[None]:
+    """A program until the block ends, once it answers at `ready`; its process group is ended at last."""
+    with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment(core), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        address = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + START_S
-        while not healthy(address):
-            assert process.poll() is None, f"vllm serve has ended, see {path}"
-            assert time.monotonic() < deadline, f"vllm serve is not ready, see {path}"
+        while not healthy(ready):
+            assert process.poll() is None, f"it has ended, see {log}"
+            assert time.monotonic() < deadline, f"it is not ready, see {log}"
             time.sleep(0.5)  # it says so nowhere else
-        yield address
+        yield
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -55,10 +46,54 @@ def serve(model: Path, role: str, core: int, port: int, log: Path, **extra: Any)
             process.wait(20)
 
 
+def serve(model: Path, role: str, core: int, port: int, log: Path, **extra: Any) -> Any:
+    """A `vllm serve`."""
+    command = [
+        str(PYTHON.with_name("vllm")),
+        *("serve", str(model), "--served-model-name", "dummy", "--port", str(port), "--host", "127.0.0.1"),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--block-size", str(BLOCK)),
+        *("--num-gpu-blocks-override", "256", "--no-enable-prefix-caching", "--max-num-seqs", "8"),
+        *("--kv-transfer-config", json.dumps(transfer_config(role, **extra))),
+    ]
+    return running(command, core, log / f"{role}.log", f"http://127.0.0.1:{port}/health")
+
+
 def healthy(address: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{address}/health", timeout=5).status_code == 200
+        return httpx.get(address, timeout=5).status_code == 200
     return False
+
+
+class Servers:
+    """A prefill and a decode server, by their addresses."""
+
+    def __init__(self, query_port: int, prefill: str, decode: str, log: Path) -> None:
+        self.query_port, self.prefill, self.decode, self.log = query_port, prefill, decode, log
+        self.handed_over = 0
+
+    def check(self, more: int) -> None:
+        """So many more hand-offs have ended, all well, and nothing is held."""
+        self.handed_over += more
+        ok = 'vllm:segue_handoffs_total{engine="0",model_name="dummy",outcome="OK"}'
+        for address in (self.prefill, self.decode):
+            until(address, "vllm:segue_handoffs_total", self.handed_over)
+            assert metric(address, ok) == self.handed_over
+            until(address, "vllm:segue_pinned_blocks", 0)
+            until(address, "vllm:kv_cache_usage_perc", 0)
+            assert metric(address, "vllm:segue_kv_bytes_total") > 0
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    log = tmp_path_factory.mktemp("serve")
+    model = make_model(log / "model")
+    ports = [HeldPort() for _ in range(3)]
+    first, second, query = (held.port for held in ports)
+    with (
+        serve(model, "kv_producer", 0, first, log, transport=["tcp"], query_port=query),
+        serve(model, "kv_consumer", 1, second, log, transport=["tcp"]),
+    ):
+        yield Servers(query, f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}", log)
 
 
 def complete(address: str, prompt: list[int], count: int, params: Any = None) -> dict[str, Any]:
@@ -70,35 +105,45 @@ def complete(address: str, prompt: list[int], count: int, params: Any = None) ->
     return found
 
 
+def text(address: str, prompt: list[int], params: Any = None) -> str:
+    return str(complete(address, prompt, 8, params)["choices"][0]["text"])
+
+
 def metric(address: str, name: str) -> float:
     """The sum of a metric over its labels."""
     lines = httpx.get(f"{address}/metrics", timeout=10).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-def until_zero(address: str, name: str, within_s: float = 10) -> None:
-    """Prefill keeps a room for a moment after decode has it."""
+def until(address: str, name: str, wanted: float, within_s: float = 15) -> None:
+    """Figures come with a step, and prefill keeps a room for a moment after decode has it."""
     deadline = time.monotonic() + within_s
-    while metric(address, name):
-        assert time.monotonic() < deadline, f"{name} of {address} is {metric(address, name)}"
+    while (found := metric(address, name)) != wanted:
+        assert time.monotonic() < deadline, f"{name} of {address} is {found}, not {wanted}"
         time.sleep(0.1)  # metrics are asked for
 
 
-def test_two_servers(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
-    ports = HeldPort(), HeldPort()
+def test_two_servers(servers: Servers) -> None:
     asked = prompts(20, seed=8)
-    with (
-        serve(model, "kv_producer", 0, ports[0].port, tmp_path, transport=["tcp"]) as prefill,
-        serve(model, "kv_consumer", 1, ports[1].port, tmp_path, transport=["tcp"]) as decode,
-    ):
+    for prompt in asked:
+        params = complete(servers.prefill, prompt, 1, TO_PREFILL)["kv_transfer_params"]
+        assert text(servers.decode, prompt, params) == text(servers.decode, prompt)
+    servers.check(len(asked))
+
+
+@pytest.mark.parametrize("kind", ["nixl", "mooncake"])
+def test_behind_vllm_router(servers: Servers, kind: str) -> None:
+    """The vLLM project's router, unmodified: `nixl` is the sequential flow, `mooncake` the concurrent one."""
+    port = HeldPort()
+    prefill = [servers.prefill] if kind == "nixl" else [servers.prefill, str(servers.query_port)]
+    command = [
+        str(PYTHON.parent.parent / "router" / "bin" / "vllm-router"),
+        *("--vllm-pd-disaggregation", "--prefill", *prefill, "--decode", servers.decode),
+        *("--kv-connector", kind, "--host", "127.0.0.1", "--port", str(port.port)),
+    ]
+    asked = prompts(20, seed=9)
+    router = f"http://127.0.0.1:{port.port}"
+    with running(command, 0, servers.log / f"router-{kind}.log", f"{router}/health"):
         for prompt in asked:
-            params = complete(prefill, prompt, 1, TO_PREFILL)["kv_transfer_params"]
-            handed_over = complete(decode, prompt, 8, params)
-            assert handed_over["choices"][0]["text"] == complete(decode, prompt, 8)["choices"][0]["text"]
-        ok = 'vllm:segue_handoffs_total{engine="0",model_name="dummy",outcome="OK"}'
-        for address in (prefill, decode):
-            assert metric(address, "vllm:segue_handoffs_total") == metric(address, ok) == len(asked)
-            until_zero(address, "vllm:segue_pinned_blocks")
-            assert metric(address, "vllm:segue_kv_bytes_total") > 0
-            assert metric(address, "vllm:kv_cache_usage_perc") == 0
+            assert text(router, prompt) == text(servers.decode, prompt)
+    servers.check(len(asked))
