@@ -252,13 +252,15 @@ class Handles(ABC):
         prefill_dp_rank: int | None = None,
         force_query: bool = False,
         replaces: int | None = None,
+        placed: bool = True,
     ) -> KVReceiver:
         """Begin the decode half of a room, which ends after `budget_s` seconds at the latest.
 
         If `prefill` leaves the DP rank open (`LeaderId.is_open`), it is found first: `prefill_dp_rank` is the
         one that the request names; otherwise, or always with `force_query`, it is inferred from
         `prefill_instances` or the registry is asked. `claim` as in `expect`. `replaces` is the attempt at
-        this room that ends in favour of this one.
+        this room that ends in favour of this one. If prefill's room does not name us as its decode leader,
+        say that it is not `placed`: prefill then hears from here of a failure before KV has come.
         """
         deadline = self._deadline(budget_s)
         receiver = self._remember(key, KVReceiver(self, key))
@@ -271,13 +273,15 @@ class Handles(ABC):
             hint=prefill_dp_rank,
             force_query=force_query,
             replaces=replaces,
+            placed=placed,
         )
         self.post(event)
         return receiver
 
     def decline(self, key: RoomKey, prefill: LeaderId, error: ErrorInfo, *, claim: bytes = b"") -> None:
         """Tell prefill that no destination will be published for this room; the room fails with `error`, if
-        `claim` is what `expect` was given."""
+        `claim` is what `expect` was given. An open DP rank of `prefill` is inferred; where it cannot be,
+        nobody is told."""
         self.post(events.DeclineRoom(key, prefill, error, claim))
 
     def _deadline(self, budget_s: float) -> float:

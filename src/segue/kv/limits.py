@@ -20,6 +20,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_early_destinations: int = 1024
     #: page ids in these destinations
     max_early_pages: int = 2**20
+    #: how long one of them waits at most
+    early_wait_s: float = 600.0
     #: share of both that one decode leader may use
     early_share: float = 0.25
     #: bindings of one room that may fail before the room fails

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from deployment import Deployment, deployment
 
 from segue.kv.ids import Role
 from segue.server.direct import direct_server
-from segue.server.direct.prefill_rendezvous import _OpenRoom
 from segue.server.frontend.legs import legs_of
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.instance.instance import Instance
+from segue.server.schedulers.decode import DecodeScheduler
 from segue.server.schedulers.prefill import PrefillScheduler
 
 PROMPT = "a prompt of some pages, which both legs carry"
@@ -177,7 +178,7 @@ def test_sglang_s_own_endpoint_answers_in_its_form(pair: Deployment, stream: boo
             "rid": "mine",
             **legs.address,
         }
-        prefill, decode = await legs.both(native | {"bootstrap_room": 51}, "/generate")
+        prefill, decode = await legs.both(native | {"bootstrap_room": 51 + 10 * stream}, "/generate")
         assert prefill.status_code == 200
         text = decode.text.removesuffix("data: [DONE]\n\n").strip().split("data: ")[-1]
         answer = json.loads(text)
@@ -186,7 +187,8 @@ def test_sglang_s_own_endpoint_answers_in_its_form(pair: Deployment, stream: boo
         assert (meta["id"], meta["completion_tokens"], len(meta["output_token_logprobs"])) == ("mine", 4, 4)
         assert meta["finish_reason"] == {"type": "length", "length": 4}
         assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 4
-        batch = native | {"text": [PROMPT, PROMPT], "stream": False, "bootstrap_room": [52, 53]}
+        rooms = [52 + 10 * stream, 53 + 10 * stream]
+        batch = native | {"text": [PROMPT, PROMPT], "stream": False, "bootstrap_room": rooms}
         _, decode = await legs.both(batch, "/generate")
         assert [one["output_ids"] for one in decode.json()] == [wanted, wanted]
 
@@ -232,7 +234,7 @@ def test_lesson_19_a_bootstrap_host_that_is_not_registered_is_never_contacted(
                 for answer in await legs.both(legs.body(bootstrap_host=host, bootstrap_port=at)):
                     assert code(answer) == "503 BOOTSTRAP_UNREACHABLE"
 
-        monkeypatch.setattr("segue.server.direct.decode_rendezvous.FIND_S", 0.01)
+        monkeypatch.setattr(direct_server, "FIND_S", 0.01)
         run(pair, work)
         with pytest.raises(BlockingIOError):
             trap.accept()
@@ -296,11 +298,11 @@ def assert_serves(made: Deployment) -> None:
     run(made, work)
 
 
-def rooms(made: Deployment) -> list[_OpenRoom]:
-    """Those of prefill, whose thread opens and forgets them."""
-    found = of(made, Role.PREFILL).frontends.rooms
-    assert found is not None
-    return list(found._rooms.values())
+def handoffs(made: Deployment, role: Role) -> dict[Any, Any]:
+    """Those of one instance, whose leader's thread opens and forgets them."""
+    scheduler = of(made, role).scheduler
+    assert isinstance(scheduler, PrefillScheduler | DecodeScheduler)
+    return scheduler.table
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -315,52 +317,90 @@ async def leave(leg: asyncio.Task[Answer]) -> None:
     await asyncio.gather(leg, return_exceptions=True)
 
 
+@contextmanager
+def paused(made: Deployment) -> Iterator[None]:
+    """Prefill computes no prompt that decode has not bound."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of(made, Role.PREFILL).scheduler, "_start_unbound", lambda _now: None)
+        yield
+
+
 def test_a_client_that_leaves_the_prefill_leg_ends_the_decode_leg(pair: Deployment) -> None:
     async def work(legs: Legs) -> None:
-        body = legs.body()
-        leg = asyncio.get_running_loop().create_task(legs.one(legs.prefill, body))
-        await until(lambda: any(room.leg for room in rooms(pair)))
+        body = legs.body(prompt="nobody has cached what is left")
+        lone = asyncio.get_running_loop().create_task
+        leg = lone(legs.one(legs.prefill, body))
+        await until(lambda: handoffs(pair, Role.PREFILL))
         await leave(leg)
-        await until(lambda: not any(room.leg for room in rooms(pair)))
+        await until(lambda: not handoffs(pair, Role.PREFILL))
         decode = await legs.one(legs.decode, body)
         assert code(decode) == "499 ABORTED_BY_CLIENT"
 
-    run(pair, work)
+    with paused(pair):
+        run(pair, work)
 
 
-def test_a_client_that_leaves_the_decode_leg_ends_the_prefill_leg(pair: Deployment) -> None:
+@pytest.mark.parametrize("first", [Role.PREFILL, Role.DECODE])
+def test_a_client_that_leaves_the_decode_leg_ends_the_prefill_leg(pair: Deployment, first: Role) -> None:
+    """Whichever leg comes first."""
+    begin = of(pair, Role.DECODE).scheduler
+
     async def work(legs: Legs) -> None:
-        body = legs.body()
-        leg = asyncio.get_running_loop().create_task(legs.one(legs.decode, body))
-        await until(lambda: any(room.session for room in rooms(pair)))
-        await leave(leg)
-        await until(lambda: not any(room.session for room in rooms(pair)))
-        prefill = await legs.one(legs.prefill, body)
-        assert code(prefill) == "499 ABORTED_BY_CLIENT"
+        body = legs.body(prompt="nobody has cached what is left here")
+        lone = asyncio.get_running_loop().create_task
+        if first is Role.PREFILL:
+            prefill = lone(legs.one(legs.prefill, body))
+            await until(lambda: handoffs(pair, Role.PREFILL))
+        decode = lone(legs.one(legs.decode, body))
+        await until(lambda: handoffs(pair, Role.DECODE))
+        await leave(decode)
+        await until(lambda: not handoffs(pair, Role.DECODE))
+        if first is Role.DECODE:
+            prefill = lone(legs.one(legs.prefill, body))
+        assert code(await prefill) == "499 ABORTED_BY_CLIENT"
 
-    run(pair, work)
+    with paused(pair), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(begin, "_reserve", lambda _state: False)  # decode is full
+        run(pair, work)
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_an_abandoned_leg_ends_by_its_deadline_and_is_a_metric(
-    pair: Deployment, role: Role, monkeypatch: pytest.MonkeyPatch
+def test_an_abandoned_prefill_leg_ends_by_its_deadline_and_is_a_metric(
+    pair: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rooms = of(pair, Role.PREFILL).frontends.rooms
-    assert rooms is not None
+    """It is answered when its prompt is computed; its room waits for decode."""
+    server = of(pair, Role.PREFILL)._direct_server.server  # type: ignore[union-attr]
+    assert server is not None
+    limits = msgspec.structs.replace(server.settings.limits, request_budget_s=2.0)
 
     async def work(legs: Legs) -> None:
-        async def abandoned() -> float:
+        async def table(name: str) -> float:
             text = (await legs.client.get(url(pair, Role.PREFILL) + "/metrics")).text
-            [line] = [line for line in text.splitlines() if '"door_abandoned"' in line]
+            [line] = [line for line in text.splitlines() if f'"{name}"' in line]
             return float(line.split()[1])
 
-        before = await abandoned()
-        answer = await legs.one(url(pair, role), legs.body())
-        assert code(answer) == "504 BOOTSTRAP_TIMEOUT"
-        assert await abandoned() == before + 1
+        before = await table("abandoned_rooms")
+        body = legs.body()
+        assert (await legs.one(legs.prefill, body)).status_code == 200
+        assert await table("unbound_rooms") == 1
+        await until(lambda: not handoffs(pair, Role.PREFILL))
+        assert await table("abandoned_rooms") == before + 1
+        assert await table("unbound_rooms") == 0
+        assert code(await legs.one(legs.decode, body)) == "504 BOOTSTRAP_TIMEOUT"
 
     with monkeypatch.context() as patch:
-        patch.setattr(rooms, "meet_s", 0.05)
+        patch.setattr(server, "settings", dataclasses.replace(server.settings, limits=limits))
+        run(pair, work)
+
+
+def test_an_abandoned_decode_leg_ends_at_prefill_s_limit(pair: Deployment) -> None:
+    exchange = of(pair, Role.PREFILL).manager.exchange  # type: ignore[union-attr]
+    limits = exchange._rooms._limits
+
+    async def work(legs: Legs) -> None:
+        assert code(await legs.one(legs.decode, legs.body())) == "504 BOOTSTRAP_TIMEOUT"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange._rooms, "_limits", msgspec.structs.replace(limits, early_wait_s=0.05))
         run(pair, work)
 
 
@@ -368,12 +408,56 @@ def test_a_room_that_is_in_use_is_refused_and_the_first_request_goes_on(pair: De
     async def work(legs: Legs) -> None:
         body = legs.body()
         first = asyncio.get_running_loop().create_task(legs.one(legs.prefill, body))
-        await until(lambda: any(room.leg for room in rooms(pair)))
+        await until(lambda: handoffs(pair, Role.PREFILL))
         assert code(await legs.one(legs.prefill, body)) == "400 INVALID_REQUEST"
         assert (await legs.one(legs.decode, body)).status_code == 200
         assert (await first).status_code == 200
 
     run(pair, work)
+
+
+def test_unknown_bootstrap_addresses_reach_no_prefill(
+    pair: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was a place in the table of every prefill: 128 of them refused all others for 30 s."""
+    monkeypatch.setattr(direct_server, "FIND_S", 0.01)
+    manager = of(pair, Role.PREFILL).manager
+    assert manager is not None
+    before = manager.sizes()
+
+    async def work(legs: Legs) -> None:
+        answers = await asyncio.gather(
+            *(legs.one(legs.decode, legs.body(bootstrap_port=1)) for _ in range(128))
+        )
+        assert {code(answer) for answer in answers} == {"503 BOOTSTRAP_UNREACHABLE"}
+        assert manager.sizes() == before
+        assert (await legs.both(legs.body()))[1].status_code == 200
+
+    run(pair, work)
+
+
+def test_the_fast_path_makes_no_registry_call(pair: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One DP rank of prefill: nobody registers or asks for a room, in either style."""
+    asked: list[str] = []
+
+    def noted(name: str) -> Any:
+        async def call(*_more: Any) -> None:
+            asked.append(name)
+
+        return call
+
+    for role in (Role.PREFILL, Role.DECODE):
+        registry = of(pair, role)._registry
+        for name in ("register_room", "resolve_room"):
+            monkeypatch.setattr(registry, name, noted(name))
+
+    async def work(legs: Legs) -> None:
+        assert (await legs.both(legs.body()))[1].status_code == 200
+        params = (await legs.prefill_first(ASK)).json()["kv_transfer_params"]
+        assert (await legs.one(legs.decode, ASK | {"kv_transfer_params": params})).status_code == 200
+
+    run(pair, work)
+    assert asked == []
 
 
 # ---- vLLM's style ----------------------------------------------------------------------------------
@@ -406,68 +490,46 @@ def test_prefill_first_gives_the_tokens_of_the_paired_mode_without_computing_twi
         params = prefill.json()["kv_transfer_params"]
         assert params["do_remote_prefill"] is True
         assert not any("host" in key or "port" in key for key in params)
-        decode = await legs.one(legs.decode, body | {"kv_transfer_params": params})
+        launch = of(pair, Role.PREFILL).engine.launch
+        with pytest.MonkeyPatch.context() as patch:
+            steps: list[object] = []
+            patch.setattr(of(pair, Role.PREFILL).engine, "launch", lambda *a: steps.append(a) or launch(*a))
+            decode = await legs.one(legs.decode, body | {"kv_transfer_params": params})
+        assert steps == []
         got = tokens(decode)
         assert len(got) == more.get("n", 1)
         if body["seed"] is not None:
             assert got[0] == wanted
         assert got[0][:1] == tokens(prefill)[0]
-        prompt_tokens = decode.json()["usage"]["prompt_tokens"]
-        cached = decode.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert prompt_tokens - cached in ((0,) if not sampling["min_tokens"] else range(17))
 
     run(pair, work)
 
 
-def test_a_ticket_is_good_once_here_and_only_as_it_was_given(pair: Deployment) -> None:
+def test_a_computed_prompt_is_handed_over_once_and_only_as_it_was_named(pair: Deployment) -> None:
     async def work(legs: Legs) -> None:
         params = (await legs.prefill_first(ASK)).json()["kv_transfer_params"]
-        ticket = params["segue_ticket"]
-        for wrong in ("", "AAAA", ticket[:-8], "ä", 7, None, "x" * 5000):
-            answer = await legs.one(
-                legs.decode, ASK | {"kv_transfer_params": params | {"segue_ticket": wrong}}
-            )
+        name = params["segue_room"]
+        for wrong in ("", "AAAA", name[:-8], "ä", 7, None, "x" * 5000):
+            answer = await legs.one(legs.decode, ASK | {"kv_transfer_params": params | {"segue_room": wrong}})
             assert code(answer) == "400 INVALID_REQUEST"
         good = ASK | {"kv_transfer_params": params}
         assert (await legs.one(legs.decode, good)).status_code == 200
         again = await legs.one(legs.decode, good)
         assert code(again) == "400 INVALID_REQUEST"
-        assert "used already" in again.text
+        assert "needs a room of its own" in again.text
 
     run(pair, work)
 
 
-def test_what_nobody_comes_for_ends_with_its_ticket_and_is_a_metric(
-    pair: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = of(pair, Role.PREFILL).scheduler
-    assert isinstance(scheduler, PrefillScheduler)
-    lazy = of(pair, Role.PREFILL)._direct_server
-    assert lazy is not None
-    server = lazy.server
-    assert server is not None
-    settings = server.settings
-    kept = [f'segue_instance_table{{table="{name}"}} 1.0' for name in ("retained_prompts", "door_tickets")]
-
+def test_another_prompt_than_prefill_has_computed_is_refused_before_a_byte_moves(pair: Deployment) -> None:
     async def work(legs: Legs) -> None:
-        for budget_s in (0.5, 5.0, 50.0):  # the longer ones if it is over before it has been looked at
-            limits = msgspec.structs.replace(settings.limits, request_budget_s=budget_s)
-            patch.setattr(server, "settings", dataclasses.replace(settings, limits=limits))
-            before = lazy.counts()["door_abandoned"]
-            answer = await legs.prefill_first(ASK | {"seed": 77})
-            text = (await legs.client.get(legs.prefill + "/metrics")).text
-            await until(lambda: not (len(scheduler.retained) or lazy.counts()["door_tickets"]))
-            if all(line in text for line in kept):
-                break
-        else:
-            pytest.fail(text)
-        await until(lambda: lazy.counts()["door_abandoned"] == before + 1)  # after the ticket, by its thread
-        params = answer.json()["kv_transfer_params"]
-        late = await legs.one(legs.decode, ASK | {"kv_transfer_params": params})
-        assert code(late) == "400 INVALID_REQUEST"
+        params = (await legs.prefill_first(ASK)).json()["kv_transfer_params"]
+        other = ASK | {"kv_transfer_params": params, "prompt": "another prompt"}
+        assert code(await legs.one(legs.decode, other)) == "500 METADATA_MISMATCH"
+        for handle in [entry.handle for entry in handoffs(pair, Role.PREFILL).values()]:
+            handle.abort()
 
-    with monkeypatch.context() as patch:
-        run(pair, work)
+    run(pair, work)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

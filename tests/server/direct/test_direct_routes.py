@@ -16,8 +16,7 @@ from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.server.direct import direct_server as direct
 from segue.server.direct.direct_routes import LazyDirectServer, direct_routes
-from segue.server.direct.direct_server import DirectServer, OwnAndPrefill
-from segue.server.direct.prefill_rendezvous import PrefillRendezvous
+from segue.server.direct.direct_server import DirectServer, OwnInstance
 from segue.server.fleet.replica import Replica
 from segue.server.messages.control import FlushCache, Load
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
@@ -42,28 +41,19 @@ def record(letter: str, role: Role, dp_size: int = 1) -> InstanceRecord:
 OTHERS = [record("p", Role.PREFILL), record("d", Role.DECODE), record("u", Role.UNIFIED)]
 
 
-@pytest.mark.parametrize(
-    ("own", "shown"),
-    [
-        (None, []),
-        (Role.UNIFIED, [("a", Role.UNIFIED)]),
-        (Role.PREFILL, [("a", Role.UNIFIED)]),
-        (Role.DECODE, [("p", Role.PREFILL), ("a", Role.DECODE)]),
-    ],
-)
-def test_a_door_lists_its_own_instance_and_to_decode_every_prefill(
-    own: Role | None, shown: list[tuple[str, Role]]
-) -> None:
-    """To prefill's door its own is one that needs nobody else: it computes prompts there alone."""
-
+@pytest.mark.parametrize("own", [None, Role.UNIFIED, Role.PREFILL, Role.DECODE])
+def test_a_server_places_on_its_own_instance_alone_and_knows_every_prefill(own: Role | None) -> None:
     class Registry:
         async def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
             assert role is None
             yield [*OTHERS, *([] if own is None else [record("a", own)])]
 
     async def main() -> None:
-        lists = OwnAndPrefill(Registry(), ME.incarnation).watch()
-        assert [(r.incarnation[0], r.role) for r in await anext(lists)] == shown
+        listed = OwnInstance(Registry(), ME.incarnation)
+        shown = await anext(listed.watch())
+        assert [(r.incarnation[0], r.role) for r in shown] == ([("a", Role.UNIFIED)] if own else [])
+        prefill = [r.incarnation[0] for r in listed.prefill]
+        assert prefill == ["p"] + ["a"] * (own is Role.PREFILL)
 
     asyncio.run(main())
 
@@ -163,8 +153,7 @@ class Closing:
 
 def lazy_server(opens: Callable[[LazyDirectServer], Any], role: Role = Role.DECODE) -> LazyDirectServer:
     config = InstanceConfig(model="m", registry="http://127.0.0.1:1", role=role)
-    rooms = PrefillRendezvous("x", DpRanks(), 8) if role is Role.PREFILL else None
-    lazy = LazyDirectServer(config, ME, None, rooms=rooms, tls=None)  # type: ignore[arg-type]
+    lazy = LazyDirectServer(config, ME, None, dp=DpRanks(), where=record("a", role), tls=None)  # type: ignore[arg-type]
 
     async def opened() -> Any:
         return await opens(lazy)
@@ -218,7 +207,7 @@ def test_a_server_that_could_not_be_made_is_tried_again_for_the_next_client() ->
     asyncio.run(main())
 
 
-def test_a_door_that_is_closed_while_it_opens_opens_no_more_and_forgets_who_waits() -> None:
+def test_a_door_that_is_closed_while_it_opens_opens_no_more() -> None:
     async def main() -> None:
         begun, ended = asyncio.Event(), asyncio.Event()
 
@@ -230,33 +219,25 @@ def test_a_door_that_is_closed_while_it_opens_opens_no_more_and_forgets_who_wait
                 ended.set()
 
         lazy = lazy_server(opens, Role.PREFILL)
-        assert lazy._rooms is not None
-        with lazy._rooms.ticket(5, 0, 60):
-            pass
         opening = asyncio.ensure_future(lazy.opened())
         await begun.wait()
         await lazy.close()
         assert ended.is_set()
         assert (await asyncio.gather(opening, return_exceptions=True))[0].__class__ is asyncio.CancelledError
-        assert lazy._rooms.tickets == 0
 
     asyncio.run(main())
 
 
-def test_what_nobody_came_for_is_counted_over_both_sides_and_tables_are_those_of_requests() -> None:
+def test_its_tables_are_those_of_requests_and_none_before_it_is_made() -> None:
     async def main() -> None:
         async def opens(lazy: LazyDirectServer) -> Any:
             raise AssertionError
 
         lazy = lazy_server(opens, Role.PREFILL)
-        assert lazy._rooms is not None
-        lazy._rooms.abandoned, lazy._meetings.abandoned = 2, 1
-        with lazy._rooms.ticket(5, 0, 60):
-            assert lazy.counts() == {"door_legs": 0, "door_tickets": 1, "door_abandoned": 3}
-            assert lazy.tables() == {"legs": 0}, "a ticket that waits is no request"
+        assert lazy.counts() == lazy.tables() == {}
         lazy.server = Closing()  # type: ignore[assignment]
-        assert lazy.counts()["door_calls"] == 3
-        assert lazy.tables() == {"legs": 0, "calls": 3}
+        assert lazy.counts() == {"door_calls": 3}
+        assert lazy.tables() == {"calls": 3}
         await lazy.close()
 
     asyncio.run(main())

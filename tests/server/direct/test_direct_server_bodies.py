@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from test_direct_routes import ME, Lazy, load
 
-from segue.kv.errors import InvalidRequest, NotFound
-from segue.kv.ids import Role
+from segue.engine.request import Request, SamplingParams
+from segue.kv.errors import BootstrapUnreachable, InvalidRequest, NotFound
+from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId, Role
 from segue.kv.limits import Limits
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.server.direct import direct_routes as routes_module
 from segue.server.direct import direct_server as direct
-from segue.server.direct.decode_rendezvous import DecodeRendezvous
 from segue.server.direct.direct_routes import LazyDirectServer, direct_routes
 from segue.server.direct.direct_server import DecodeDirectServer, DirectServer, PrefillDirectServer
-from segue.server.direct.prefill_rendezvous import MEET_S, PrefillRendezvous
+from segue.server.fleet.call import DirectHalf
+from segue.server.fleet.replica import Replica
 from segue.server.frontend.app import OpenAIServerSettings
-from segue.server.frontend.legs import TICKET, RetainedTicket, pack_ticket, unpack_ticket
+from segue.server.frontend.legs import Bootstrap, ComputedRoom, computed_room, transfer_params
 from segue.server.frontend.native import as_completion, read_native
 from segue.server.frontend.openai_types import BodyReader, ChatBody, CompletionBody
+from segue.server.frontend.params import rank_hints
 from segue.server.frontend.problems import BadParam
 from segue.server.frontend.request_memory import MemoryBudget, RequestMemory
 from segue.server.frontend.sampling_defaults import SamplingDefaults
@@ -35,6 +37,7 @@ from segue.server.instance import instance_http as http
 from segue.server.instance.instance_http import InstanceStatus, start_http
 from segue.server.instance.kv_settings import dp_ranks
 from segue.server.observe.metrics import Metrics
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.settings.commands import InstanceConfig
 from segue.server.settings.shared_config import AccessConfig
 from segue.server.supervisor.dp_rank_processes import RankProcesses
@@ -42,6 +45,15 @@ from segue.server.supervisor.dp_rank_processes import RankProcesses
 SECRET = b"a secret of enough bytes"
 BUDGET_S = 100.0
 ROOM = {"bootstrap_host": "h", "bootstrap_port": 8998, "bootstrap_room": 7}
+WHERE = InstanceRecord(
+    incarnation=ME.incarnation,
+    role=Role.PREFILL,
+    model="m",
+    served_model="tiny",
+    context_tokens=9,
+    bootstrap_port=8998,
+    replicas=[ReplicaRecord(dp_rank=rank, host="h", port=9) for rank in range(4)],
+)
 REMOTE = {"kv_transfer_params": {"do_remote_decode": True}}
 
 
@@ -72,14 +84,21 @@ class Parts:
 
     def plan_of(self, door: Any, samples: int = 1) -> None:
         self.bodies: list[Any] = []
-        self.runs: list[tuple[Any, Any]] = []
+        self.runs: list[tuple[Any, Any, Any]] = []
+        self.plans: list[Any] = []
 
         async def plan(call: Any, body: Any, raw: bytes, make: Any) -> Any:
             self.bodies.append(body)
-            return SimpleNamespace(samples=[object()] * samples)
+            requests = [
+                Request(request_id=f"r{k}", prompt=[1], sampling=SamplingParams(), ranks=rank_hints(body))
+                for k in range(samples)
+            ]
+            plan = SimpleNamespace(samples=[SimpleNamespace(request=request) for request in requests])
+            self.plans.append(plan)
+            return plan
 
-        async def run(call: Any, plan: Any, started: float, backend: Any, more: Any = None) -> None:
-            self.runs.append((backend, more))
+        async def run(call: Any, plan: Any, started: float, backend: Any, *answers: Any) -> None:
+            self.runs.append((backend, *answers))
 
         door.plan, door.run, door.budget_s = plan, run, lambda started: BUDGET_S - started
 
@@ -93,43 +112,86 @@ def read(body: dict[str, Any], kind: Any = CompletionBody) -> tuple[Any, bytes]:
 SETTINGS = OpenAIServerSettings(model="tiny", context_tokens=9, vocab_size=9, limits=Limits())
 
 
-def prefill(size: int = 4) -> tuple[Any, Parts, list[Any]]:
+class Submits:
+    """A fleet that notes what it is given."""
+
+    def __init__(self) -> None:
+        self.halves: list[DirectHalf] = []
+
+    def submit(self, request: Any, *, budget_s: float, half: DirectHalf) -> None:
+        self.halves.append(half)
+
+
+def halves(backend: Any, samples: int) -> list[DirectHalf]:
+    """What each sample is placed as, whatever comes first."""
+    backend._fleet = fleet = Submits()
+    for k in reversed(range(samples)):
+        backend.submit(SimpleNamespace(request_id=f"r{k}"), budget_s=1.0)
+    return fleet.halves[::-1]
+
+
+def prefill(size: int = 4) -> tuple[Any, Parts]:
     door: Any = object.__new__(PrefillDirectServer)
-    door.settings = SETTINGS
-    waits: list[Any] = []
-
-    async def wait(number: int, routed: int | None, budget_s: float) -> None:
-        waits.append((number, routed, budget_s))
-
-    @contextmanager
-    def ticket(number: int, dp_rank: int, budget_s: float) -> Any:
-        waits.append((number, dp_rank, budget_s))
-        yield
-
-    door._rooms = SimpleNamespace(wait=wait, ticket=ticket, dp=DpRanks(size=size))
-    door._secret, door.me, door.backend = SECRET, ME, object()
+    door.settings, door._dp, door._where = SETTINGS, DpRanks(size=size), WHERE
+    door.me, door.fleet = ME, None
     parts = Parts()
-    parts.plan_of(door)
-    return door, parts, waits
+    parts.plan_of(door, samples=2)
+    return door, parts
 
 
-@pytest.mark.parametrize("rank", [None, 0, 3])
-def test_prefill_s_leg_waits_in_its_room_for_the_rank_that_was_asked_for(rank: int | None) -> None:
-    door, parts, waits = prefill()
-    call = Call()
-    asyncio.run(door.generation(call, 30.0, *read({"routed_dp_rank": rank, **ROOM}), None))
-    assert waits == [(7, rank, 70.0)], "for what is left of the request's time"
-    assert call.answered[0] == 200
+@pytest.mark.parametrize(
+    ("routed", "hint", "rank"), [(None, None, None), (0, None, 0), (None, 2, 2), (3, 2, 3)]
+)
+def test_prefill_s_leg_opens_a_room_for_each_sample_on_the_rank_that_was_asked_for(
+    routed: int | None, hint: int | None, rank: int | None
+) -> None:
+    door, parts = prefill(size=1 if rank is None else 4)
+    asked = {
+        "routed_dp_rank": routed,
+        "disagg_prefill_dp_rank": hint,
+        "stream": True,
+        "max_tokens": 5,
+        **ROOM,
+    }
+    asyncio.run(door.generation(Call(), 30.0, *read(asked), None))
+    [(backend, more, instead)], [body] = parts.runs, parts.bodies
+    assert (body.stream, body.max_tokens, body.routed_dp_rank) == (False, 5, rank)
+    assert (more, instead["object"], instead["choices"]) == (None, "prefill", [])
+    assert halves(backend, 2) == [DirectHalf(7, 0), DirectHalf(7, 1)]
+
+
+@pytest.mark.parametrize(("rule", "rank"), [("total_requests", 2), ("follow_bootstrap_room", 3)])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_samples_of_one_room_are_on_one_rank_and_a_single_one_where_the_policy_says(
+    rule: str, rank: int, samples: int
+) -> None:
+    door, parts = prefill()
+    door._dp = DpRanks(size=4, load_balance=rule)
+    replicas = [Replica(WHERE, where, session=object()) for where in WHERE.replicas]  # type: ignore[arg-type]
+    for replica, busy in zip(replicas, (3, 2, 0, 1), strict=True):
+        replica.running = dict.fromkeys(map(str, range(busy)))  # type: ignore[assignment]
+    door.fleet = SimpleNamespace(membership=SimpleNamespace(replicas={r.leader: r for r in replicas}))
+    parts.plan_of(door, samples=samples)
+    asyncio.run(door.generation(Call(), 30.0, *read(ROOM), None))
+    ranks = {sample.request.ranks.routed_dp_rank for sample in parts.plans[0].samples}
+    assert ranks == ({None} if samples == 1 else {rank})
+
+
+@pytest.mark.parametrize("wrong", [{"bootstrap_host": "other"}, {"bootstrap_port": 8999}])
+def test_prefill_refuses_a_leg_at_another_s_address(wrong: dict[str, Any]) -> None:
+    """Decode looks for the room there."""
+    door, parts = prefill()
+    with pytest.raises(BootstrapUnreachable, match="bootstrap address"):
+        asyncio.run(door.generation(Call(), 30.0, *read(ROOM | wrong), None))
     assert parts.runs == []
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 @pytest.mark.parametrize("rank", [None, 0, 2])
-@pytest.mark.parametrize("seed", [None, 0, 11])
-def test_prefill_computes_the_prompt_and_one_token_whatever_the_client_wants_and_gives_a_ticket(
-    kind: Any, rank: int | None, seed: int | None
+def test_prefill_computes_the_prompt_and_one_token_whatever_the_client_wants_and_names_the_room(
+    kind: Any, rank: int | None
 ) -> None:
-    door, parts, waits = prefill()
+    door, parts = prefill()
     asked = {
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -137,92 +199,96 @@ def test_prefill_computes_the_prompt_and_one_token_whatever_the_client_wants_and
         "max_completion_tokens": 60,
         "min_tokens": 1,
         "n": 1,
-        "seed": seed,
         "routed_dp_rank": rank,
         "disagg_prefill_dp_rank": 9,
         "temperature": 0.5,
         **REMOTE,
     }
     ranks = set()
-    for _ in range(16 if rank is None and seed is None else 1):
+    for _ in range(16 if rank is None else 1):
         asyncio.run(door.generation(Call(), 30.0, *read(asked, kind), None))
-        [(backend, more)], [body] = parts.runs, parts.bodies
-        assert backend is door.backend
+        [(backend, more, instead)], [body] = parts.runs, parts.bodies
         transfer = more["kv_transfer_params"]
-        assert (transfer["do_remote_prefill"], transfer["do_remote_decode"]) == (True, False)
-        ticket = unpack_ticket(transfer, SECRET)
-        assert (ticket.issuer, ticket.seed, ticket.dp_rank) == (ME, body.seed, body.routed_dp_rank)
-        assert waits == [(ticket.room, ticket.dp_rank, 70.0)]
+        assert (transfer["do_remote_prefill"], transfer["do_remote_decode"], instead) == (True, False, None)
+        room = computed_room(transfer)
+        assert room.prefill == LeaderId(ME.incarnation, body.routed_dp_rank)
+        assert halves(backend, 2) == [DirectHalf(room.room, 0), DirectHalf(room.room, 1)]
         assert (body.stream, body.stream_options, body.min_tokens) == (False, None, None)
         assert (body.max_tokens, body.max_completion_tokens) == (1, None)
-        assert (body.disagg_prefill_dp_rank, body.temperature) == (None, 0.5)
-        assert seed in (None, body.seed)
-        assert rank in (None, ticket.dp_rank)
-        ranks.add(ticket.dp_rank)
-        for seen in (parts.runs, parts.bodies, waits):
-            seen.clear()
-    assert len(ranks) > 1 or (rank, seed) != (None, None), "all ranks have a share"
+        assert (body.disagg_prefill_dp_rank, body.temperature) == (body.routed_dp_rank, 0.5)
+        assert rank in (None, body.routed_dp_rank)
+        ranks.add(body.routed_dp_rank)
+        parts.runs.clear()
+        parts.bodies.clear()
+    assert len(ranks) > 1 or rank is not None, "all ranks have a share"
     assert all(0 <= found < 4 for found in ranks)
 
 
-class PrefillFound:
-    """A meeting that notes what it was made with."""
-
-    made: list[PrefillFound]
-
-    def __init__(self, meetings: Any, fleet: Any, other: Any, hint: int | None, meet_s: float) -> None:
-        self.with_ = (other, hint, meet_s)
-        self.did: list[Any] = []
-        PrefillFound.made.append(self)
-
-    async def __aenter__(self) -> PrefillFound:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.did.append("left")
-
-    async def ask(self) -> None:
-        self.did.append("ask")
-
-    async def wait(self, samples: int) -> None:
-        self.did.append(samples)
-
-
-@pytest.mark.parametrize("started", [0.0, BUDGET_S - 5])
-@pytest.mark.parametrize("style", ["room", "ticket"])
-@pytest.mark.parametrize("seed", [None, 0, 11])
-def test_decode_meets_prefill_for_all_samples_and_draws_with_the_ticket_s_seed_if_it_has_none(
-    monkeypatch: pytest.MonkeyPatch, seed: int | None, style: str, started: float
-) -> None:
-    PrefillFound.made = []
-    monkeypatch.setattr(direct, "Meeting", PrefillFound)
+def decode(*records: InstanceRecord) -> tuple[Any, Parts]:
     door: Any = object.__new__(DecodeDirectServer)
-    door._meetings, door._secret, door.fleet = DecodeRendezvous(4), SECRET, None
-    door.settings = SETTINGS
+    door.settings, door._listed = SETTINGS, SimpleNamespace(prefill=list(records))
+    door.fleet = SimpleNamespace(changed=asyncio.Event().wait)
     parts = Parts()
     parts.plan_of(door, samples=3)
-    ticket = RetainedTicket(room=5, issuer=ME, dp_rank=2, seed=77)
-    legs: dict[str, Any] = {"kv_transfer_params": {TICKET: pack_ticket(ticket, SECRET)}}
-    body = {"seed": seed, "routed_dp_rank": 1, "disagg_prefill_dp_rank": 3}
-    asyncio.run(door.generation(Call(), started, *read(body | (ROOM if style == "room" else legs)), None))
-    [met] = PrefillFound.made
-    other, hint, meet_s = met.with_
-    assert (other.room, hint, meet_s) == (7 if style == "room" else 5, 3, min(MEET_S, BUDGET_S - started))
-    assert met.did == ["ask", 3, "left"]
-    assert [backend for backend, _ in parts.runs] == [met], "on what was met and on nobody else"
-    expected = 77 if style == "ticket" and seed is None else seed
-    assert [one.seed for one in parts.bodies] == [expected]
+    return door, parts
+
+
+def prefill_at(letter: str, host: str = "h", port: int = 8998) -> InstanceRecord:
+    where = [ReplicaRecord(dp_rank=rank, host=host, port=9) for rank in range(4)]
+    return replace(WHERE, incarnation=Incarnation(letter * 32), bootstrap_port=port, replicas=where)
+
+
+@pytest.mark.parametrize("style", ["room", "computed"])
+def test_decode_gets_every_sample_from_the_instance_that_the_leg_names(style: str) -> None:
+    newest = prefill_at("c")
+    door, parts = decode(prefill_at("b"), newest, prefill_at("d", host="x"), prefill_at("e", port=1))
+    named = ComputedRoom(5, LeaderId(newest.incarnation, 2))
+    body = ROOM if style == "room" else {"kv_transfer_params": transfer_params(named)}
+    asyncio.run(door.generation(Call(), 0.0, *read(body), None))
+    [(backend,)] = parts.runs
+    room, rank = (7, OPEN_RANK) if style == "room" else (5, 2)
+    prefill = LeaderId(newest.incarnation, rank)
+    assert halves(backend, 3) == [DirectHalf(room, k, prefill) for k in range(3)]
+
+
+@pytest.mark.parametrize("style", ["room", "computed", "rank"])
+def test_decode_waits_for_an_instance_to_be_listed_and_then_says_that_nobody_is_there(
+    style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "FIND_S", 0.01)
+    door, parts = decode(prefill_at("e", port=1))
+    named = ComputedRoom(5, LeaderId(Incarnation(("e" if style == "rank" else "f") * 32), 4))
+    body = ROOM if style == "room" else {"kv_transfer_params": transfer_params(named)}
+    with pytest.raises(BootstrapUnreachable):
+        asyncio.run(door.generation(Call(), 0.0, *read(body), None))
+    assert parts.runs == []
+
+
+@pytest.mark.parametrize(
+    ("registered", "named", "same"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("Node-1.example", "node-1.EXAMPLE", True),
+        ("fd00::1", "[FD00::1]", True),
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.1", "[::1]", True),
+        ("10.0.0.1", "127.0.0.1", False),
+        ("127.0.0.1", "10.0.0.1", False),
+    ],
+)
+def test_hosts_are_one_as_they_are_written_or_if_both_are_this_machine(
+    registered: str, named: str, same: bool
+) -> None:
+    assert direct.is_at(prefill_at("a", host=registered), Bootstrap(named, 8998, 1)) is same
 
 
 def test_a_body_without_a_leg_is_refused_by_both_doors() -> None:
-    decode: Any = object.__new__(DecodeDirectServer)
-    decode.settings = SETTINGS
-    for door in (decode, prefill()[0]):
+    for door in (decode()[0], prefill()[0]):
         with pytest.raises(BadParam, match="segue's own frontend"):
             asyncio.run(door.generation(Call(), 0.0, *read({}), None))
-    decode._secret = SECRET
     with pytest.raises(BadParam):  # what prefill is to compute was given to decode's
-        asyncio.run(decode.generation(Call(), 0.0, *read(REMOTE), None))
+        asyncio.run(decode()[0].generation(Call(), 0.0, *read(REMOTE), None))
 
 
 def test_sglang_s_endpoint_hears_of_the_rank_in_the_header_as_the_others_do() -> None:
@@ -257,13 +323,6 @@ def test_a_router_s_unknown_model_is_any_and_another_is_refused() -> None:
             door.check_model(name)
 
 
-def test_the_table_of_a_decode_door_has_its_meetings() -> None:
-    door: Any = object.__new__(DecodeDirectServer)
-    door._calls, door.fleet = set(), SimpleNamespace(sizes=lambda: {"streams": 2})
-    door._meetings = SimpleNamespace(sizes=lambda: {"meetings": 5})
-    assert door.sizes() == {"calls": 0, "streams": 2, "meetings": 5}
-
-
 # ---- what a door is made of --------------------------------------------------------------------------
 
 
@@ -285,7 +344,7 @@ def test_a_door_places_once_with_the_secret_and_tls_of_its_instance_and_samples_
 
     class Made:
         def __init__(self, *args: Any, **more: Any) -> None:
-            made.update(server=args[2], kind=type(self).__name__, secret_of_server=more.get("secret"))
+            made.update(server=args[2], kind=type(self).__name__, more=more)
 
     monkeypatch.setattr(routes_module.ModelTokenizer, "load", lambda folder: object())
     monkeypatch.setattr(routes_module, "model_bounds", lambda folder, tokenizer: (64, 330))
@@ -300,8 +359,7 @@ def test_a_door_places_once_with_the_secret_and_tls_of_its_instance_and_samples_
         secret=secret,
         load_balance="total_requests",
     )
-    rooms = PrefillRendezvous("x", DpRanks(), 8) if role is Role.PREFILL else None
-    lazy = LazyDirectServer(config, ME, None, rooms=rooms, tls=tls)  # type: ignore[arg-type]
+    lazy = LazyDirectServer(config, ME, None, dp=DpRanks(), where=WHERE, tls=tls)  # type: ignore[arg-type]
     asyncio.run(lazy.opened())
     settings = made["settings"]
     assert (settings.max_attempts, settings.policy) == (1, "total_requests"), "a router tries again by itself"
@@ -311,7 +369,6 @@ def test_a_door_places_once_with_the_secret_and_tls_of_its_instance_and_samples_
     assert made["kind"] == {Role.PREFILL: "PrefillDirectServer", Role.DECODE: "DecodeDirectServer"}.get(
         role, "DirectServer"
     )
-    assert made["secret_of_server"] == (None if role is Role.UNIFIED else secret)
     assert made["started"]
 
 

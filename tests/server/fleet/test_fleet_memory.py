@@ -18,11 +18,10 @@ from segue.kv.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.kv.ids import LeaderId, Role
+from segue.kv.ids import Role
 from segue.server.balance.attempts import Attempts, Next
-from segue.server.fleet.replica import Replica, Route
+from segue.server.fleet.replica import Route
 from segue.server.fleet.router import Cooling
-from segue.server.messages.control import PrefillFound
 
 # ---- the router --------------------------------------------------------------------------------------
 
@@ -141,34 +140,6 @@ def test_a_replica_is_offered_with_what_it_says_and_what_was_sent_there() -> Non
 
 
 # ---- sessions ----------------------------------------------------------------------------------------
-
-
-class Legs:
-    """Notes the answers about prefill legs."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, LeaderId, Any]] = []
-
-    def met(self, replica: Replica, message: PrefillFound) -> None:
-        self.heard.append(("met", replica.leader, message))
-
-    def lost(self, replica: Replica, error: SegueError) -> None:
-        self.heard.append(("lost", replica.leader, error))
-
-
-def test_a_rendezvous_gets_the_answers_of_prefill_and_the_end_of_its_sessions() -> None:
-    async def test(rig: Rig) -> None:
-        rendezvous = Legs()
-        rig.fleet.membership._rendezvous = rendezvous
-        p = await rig.add(Role.PREFILL)
-        p.session.send(PrefillFound(room=7, dp_rank=2))
-        p.session.close(PeerLost("it leaves"))
-        await rig.until(lambda: not rig.fleet.router.usable(Role.PREFILL))
-        (met, at, message), (lost, where, error) = rendezvous.heard
-        assert (met, at, message) == ("met", p.node.me, PrefillFound(room=7, dp_rank=2))
-        assert (lost, where, error.info.peer) == ("lost", p.node.me, f"prefill {p.node.me}")
-
-    run(test)
 
 
 class Following(Leader):

@@ -368,11 +368,10 @@ def test_who_names_the_prefill_side_gets_a_hand_off_or_nothing() -> None:
     asked: list[dict[str, Any]] = [
         {"ranks": RankHints(disagg_prefill_dp_rank=0)},
         {"ranks": RankHints(force_query_prefill_dp_rank=True)},
-        {"prefill": fleet.made["a"].leader.incarnation},
     ]
-    assert [route(fleet, **one) for one in asked] == [("a", "d", "asked")] * 3
+    assert [route(fleet, **one) for one in asked] == [("a", "d", "asked")] * 2
     fleet = at_decode(100)
-    assert [route(fleet, **one) for one in asked] == [None] * 3
+    assert [route(fleet, **one) for one in asked] == [None] * 2
 
 
 def test_tokens_that_were_given_count_and_those_that_decode_was_sent_before_do_not() -> None:
@@ -400,14 +399,16 @@ def test_prefill_s_failure_takes_the_proof_away_as_decode_s_does() -> None:
         assert not fleet.router.proven, name
 
 
-def test_who_names_a_prefill_instance_that_is_not_there_gets_no_other() -> None:
-    fleet = pairs()
-    gone = Incarnation("c" * 32)
-    assert route(fleet, prefill=gone) is None
-    assert route(fleet, prefill=fleet.made["b"].leader.incarnation) in (
-        ("b", "d", "asked"),
-        ("b", "e", "asked"),
-    )
+def test_in_direct_mode_a_leader_that_takes_nothing_new_refuses_its_half_itself() -> None:
+    fleet = Fleet(("u", Role.UNIFIED))
+    wanted = PlacementRequest(7)
+    fleet.made["u"].where = structs.replace(fleet.made["u"].where, draining=True)
+    assert fleet.router.choose(Attempts(REQUEST), wanted, 0.0, patient=False) is None
+    found = fleet.router.refuser(wanted)
+    assert found is not None
+    assert (found.room, found.replicas) == (7, (fleet.made["u"],))
+    fleet.made["u"].session = None
+    assert fleet.router.refuser(wanted) is None
 
 
 def test_a_rank_that_the_largest_instance_has_may_be_asked_for_also_of_unified_ones() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from segue.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, FollowPrefixes, Prefixes
 from segue.engine.request import Output
-from segue.kv.errors import Draining, ErrorCode, PeerLost, PeerRefused
+from segue.kv.errors import Draining, PeerLost, PeerRefused
 from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, RoomKey
 from segue.kv.peers import PathSpeed
 from segue.kv.protocol import events
@@ -20,14 +20,11 @@ from segue.server.instance.leader import FromFrontend, FrontendGone, Item
 from segue.server.instance.operators import OperatorSessions, StatusReporter
 from segue.server.messages.control import (
     Cancel,
-    Done,
     Explain,
     Explained,
-    FindPrefill,
     FlushCache,
     Load,
     Outputs,
-    PrefillFound,
 )
 from segue.server.messages.operate import GetStatus, OperationRefused, SetDraining, Status
 from segue.server.messages.records import RequestRecord
@@ -158,30 +155,6 @@ def test_who_follows_prefixes_is_forgotten_with_its_session_also_if_it_left_befo
     sessions.prefixes(None, 2, [AllBlocksCleared()])
     assert len(one.sent) == 1
     assert sessions._following == {}
-
-
-def test_a_prefill_without_a_door_says_so_to_decode_s_and_with_one_its_rooms_hear_of_everything() -> None:
-    sessions, inbox = frontends()
-    one = Session("f")
-    sessions.opened(one)
-    sessions.received(one, FindPrefill(room=5))
-    sessions.received(one, Done(room=5))
-    [met] = one.sent
-    assert isinstance(met, PrefillFound)
-    assert (met.room, met.error.code if met.error else None) == (5, ErrorCode.PEER_REFUSED)
-    assert met.elsewhere, "another at the same address may have one"
-    heard: list[object] = []
-
-    class PrefillRendezvous:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda _session, about: heard.append((name, about))
-
-    sessions.rooms = PrefillRendezvous()  # type: ignore[assignment]
-    sessions.received(one, FindPrefill(room=6))
-    sessions.received(one, Done(room=6))
-    sessions.closed(one, LEFT)
-    assert heard == [("meet", FindPrefill(room=6)), ("over", Done(room=6)), ("closed", LEFT)]
-    assert [type(item) for item in inbox] == [FrontendGone]
 
 
 # ---- operators ---------------------------------------------------------------------------------------

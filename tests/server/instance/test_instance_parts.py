@@ -350,13 +350,12 @@ def test_what_is_left_below_a_leader_that_has_drained_is_looked_at_again_for_who
         ),
     ],
 )
-def test_an_open_door_is_told_of_and_only_prefill_s_has_rooms(
+def test_an_open_door_is_told_of(
     role: Role, settings: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with instance(role, **settings) as made:
         made._make_direct_server(None)  # type: ignore[arg-type]
         assert ("without an API key" in caplog.text) is warns
-        assert (made.frontends.rooms is not None) is (role is Role.PREFILL)
 
 
 def test_what_routers_and_probes_are_told_of_an_instance_is_what_it_was_set_to() -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 from pair import FRONT, VOCAB, Pair
 
-from segue.engine.request import Request, SamplingParams, Usage
+from segue.engine.request import Request, SamplingParams
 from segue.kv.errors import (
     AbortedByClient,
     ChecksumMismatch,
@@ -221,45 +221,6 @@ def test_another_seed_or_another_output_is_another_request() -> None:
     pair.assert_at_rest()
 
 
-def alone(pair: Pair, name: str, prompt: list[int], count: int = 1) -> None:
-    """Ask prefill alone, as for a foreign router that asks it first."""
-    pair.rooms += 1
-    me = pair.prefill.me
-    ticket = Ticket(room=pair.rooms, attempt=0, prefill=me, decode=me, budget_s=100.0)
-    request = Request(request_id=name, prompt=prompt, sampling=SamplingParams(max_tokens=count, seed=5))
-    pair.prefill.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
-    pair.run()
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 18, 41])
-def test_what_prefill_computed_alone_is_sent_to_the_decode_that_follows_without_a_forward(
-    tokens: int,
-) -> None:
-    pair, prompt = Pair(), [(7 * i) % VOCAB for i in range(tokens)]
-    alone(pair, "first", prompt)
-    pair.assert_at_rest()
-    before = pair.prefill.engine.computed_tokens
-    wanted = ask(pair, "then", prompt)
-    pair.run()
-    assert pair.tokens("first") == wanted[:1]
-    assert pair.tokens("then") == wanted
-    assert pair.prefill.engine.computed_tokens == before, "a token was computed again"
-    assert len(pair.prefill.scheduler.retained) == 0
-    pair.assert_at_rest()
-
-
-def test_prefill_alone_gives_one_token_and_keeps_it_no_longer_than_its_time() -> None:
-    pair = Pair()
-    alone(pair, "two", [1, 2, 3], count=2)
-    assert pair.errors("two") == ["INVALID_REQUEST"]
-    alone(pair, "one", [1, 2, 3])
-    assert pair.prefill.scheduler.next_deadline() == 100.0
-    pair.clock.advance(101.0)
-    pair.run()
-    assert len(pair.prefill.scheduler.retained) == 0
-    pair.assert_at_rest()
-
-
 @pytest.mark.parametrize("evicted", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [16, 18], ids=["whole pages", "and a tail"])
 def test_evicted_pages_are_computed_again(tokens: int, evicted: int) -> None:
@@ -425,7 +386,7 @@ def test_a_first_token_drawn_otherwise_is_another_request_s(other: dict[str, obj
 
 def test_an_equal_hash_is_not_an_equal_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is a hash; the tokens decide, of the prompt and of what was given already."""
-    monkeypatch.setattr(RequestState, "claim", b"7")
+    monkeypatch.setattr("segue.server.schedulers.retained_prompts.claim_of", lambda _request: b"7")
     kept, first = RetainedPrompts(), job([1, 2, 3])
     kept.put(first, RESULT, None)
     assert kept.take(job([1, 2, 4])) is None
@@ -452,29 +413,6 @@ def test_a_prompt_whose_tail_could_not_be_copied_is_computed_again() -> None:
     wanted = ask(pair, "again", prompt, attempt=1)
     pair.run()
     assert pair.tokens("again") == wanted
-    pair.assert_at_rest()
-
-
-def test_prefill_alone_answers_once_though_what_it_has_computed_cannot_be_kept() -> None:
-    pair = Pair()
-    pair.prefill.engine.copy_out = broken  # type: ignore[method-assign, assignment]
-    alone(pair, "r", [1, 2, 3])
-    [answer] = pair.outputs["r"]
-    assert answer.error is not None
-    assert answer.error.code is ErrorCode.INTERNAL
-    pair.assert_at_rest()
-
-
-def test_prefill_alone_begins_where_what_it_has_cached_ends_and_sends_it_to_nobody() -> None:
-    pair, prompt = Pair(), list(range(18))
-    alone(pair, "first", prompt)
-    before = pair.prefill.engine.computed_tokens
-    alone(pair, "second", [*prompt, 7])
-    assert pair.errors("second") == []
-    assert pair.prefill.engine.computed_tokens - before == 3
-    assert pair.outputs["second"][0].usage == Usage(
-        prompt_tokens=19, prefill_cached=16, computed=3, output_tokens=1
-    )
     pair.assert_at_rest()
 
 

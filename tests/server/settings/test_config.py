@@ -308,8 +308,8 @@ def test_the_doors_of_the_instances_of_serve_are_for_probes_alone() -> None:
 
 
 def test_every_limit_that_can_be_set_has_the_default_of_core() -> None:
-    # Log-probabilities of a prompt travel with its KV: the server allows more than the library.
-    assert serve().limit.limits() == Limits(max_metadata_bytes=32 * 2**20)
+    # Log-probabilities of a prompt travel with its KV; and both halves of a request are posted at once.
+    assert serve().limit.limits() == Limits(max_metadata_bytes=32 * 2**20, early_wait_s=10.0)
 
 
 def test_how_requests_are_answered_reaches_the_frontend() -> None:

@@ -53,7 +53,8 @@ class OpenReceiver:
 
     `prefill` may leave the DP rank open (`LeaderId.is_open`): then it is the `hint` of the request, or is
     inferred from what the instance declares, or the registry is asked; with `force_query` always.
-    `replaces` as in `Destination`.
+    `replaces` as in `Destination`. If prefill's room was not `placed` for us, prefill is told with `Declined`
+    when this half fails before KV has come: nobody else tells it.
     """
 
     key: RoomKey
@@ -64,6 +65,7 @@ class OpenReceiver:
     hint: int | None = None
     force_query: bool = False
     replaces: int | None = None
+    placed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,8 @@ class AllowReplacement:
 @dataclass(frozen=True, slots=True)
 class DeclineRoom:
     """Engine, decode: no destination will be published for the room of this receiver, which may be unknown
-    here. Prefill is told, if there is a session; it obeys where `claim` is that of its room."""
+    here. Prefill is told, if there is a session and its DP rank is named or inferred; it obeys where `claim`
+    is that of its room."""
 
     key: RoomKey
     prefill: LeaderId

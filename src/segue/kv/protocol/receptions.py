@@ -153,10 +153,16 @@ class Receptions:
 
     def decline(self, event: DeclineRoom) -> None:
         """See `DeclineRoom`."""
-        key, me = event.key, self._local.me
-        transfer = TransferId(key.room, key.attempt, event.prefill, me, key.generation, key.ordinal)
-        error = self._tombstones.record(event.error, key.room, event.prefill)
-        self._turn.emit(Send(event.prefill, Declined(transfer, error, event.claim)))
+        key, leader, me = event.key, event.prefill, self._local.me
+        if leader.is_open:
+            instance = self._instances.get(leader.incarnation)
+            rank = None if instance is None else instance.dp.inferred(key.room)
+            if rank is None:
+                return
+            leader = LeaderId(leader.incarnation, rank)
+        transfer = TransferId(key.room, key.attempt, leader, me, key.generation, key.ordinal)
+        error = self._tombstones.record(event.error, key.room, leader)
+        self._turn.emit(Send(leader, Declined(transfer, error, event.claim)))
 
     def _due(self, key: RoomKey) -> None:
         """The deadline has passed. A hand-off that goes on has it, too."""
@@ -279,8 +285,14 @@ class Receptions:
         return self._tombstones.record(error, reception.key.room, reception.opened.prefill)
 
     def _report(self, reception: Reception, phase: Phase) -> None:
+        opened, waits = reception.opened, reception.phase < KVPoll.TRANSFERRING
         reception.phase = phase.phase
         self._turn.emit(phase)
+        if phase.phase is KVPoll.FAILED and waits and not opened.placed:
+            machine = reception.machine
+            leader = opened.prefill if machine is None else machine.transfer.prefill
+            error = phase.error or Internal("no reason given").info
+            self.decline(DeclineRoom(opened.key, leader, error, opened.claim))
 
     def _settle(self, reception: Reception) -> None:
         if reception.asked:

@@ -488,10 +488,10 @@ class Rooms:
             return
         room = room or self._new(transfer.sent_as)
         if isinstance(message, Declined):
-            word = self._waiting(peer, message, self._limits.request_budget_s)
+            word = self._waiting(peer, message, self._limits.early_wait_s)
             self._keep(room.declined, word)
             return
-        waiting = self._waiting(peer, message, message.budget_s)
+        waiting = self._waiting(peer, message, min(message.budget_s, self._limits.early_wait_s))
         self._keep(room.parked, waiting)
         if message.inferred and not room.asked:
             room.asked = True

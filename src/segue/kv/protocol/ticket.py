@@ -28,8 +28,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     `room`, `attempt`, `prefill` and `decode` are the fields of its `TransferId`. `budget_s` is the time left
     until the request's deadline when the ticket was sent. For a unified instance `prefill == decode` and no
     hand-off takes place. If `prefill.is_open`, its instance alone is named: prefill is who got the ticket,
-    and decode finds the DP rank. `signature` is an HMAC-SHA256 over the other fields under the deployment's
-    shared secret (empty without one).
+    and decode finds the DP rank.
+
+    With `ordinal` a router has posted one half of the request here, and places the other half itself (direct
+    mode): the hand-off is of the request's sample number `ordinal` in the room, and no placer ends it on both
+    sides. Prefill's ticket names its own leader for both halves then, and any decode may bind the room.
+
+    `signature` is an HMAC-SHA256 over the other fields under the deployment's shared secret (empty without
+    one).
     """
 
     room: int
@@ -37,6 +43,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     prefill: LeaderId
     decode: LeaderId
     budget_s: float
+    ordinal: int | None = None
     signature: bytes = b""
 
 
@@ -61,8 +68,9 @@ def verify_ticket(
     Raises Unauthorized for a wrong signature, InvalidRequest for a budget that is not a finite
     number or a room that is none, DeadlineExceeded for a budget that is spent.
     """
-    if not 1 <= ticket.room < 2**64 or not 0 <= ticket.attempt < 2**16:
-        raise InvalidRequest(f"no such room or attempt: {ticket.room:#x}, {ticket.attempt:#x}"[:200])
+    room, attempt, ordinal = ticket.room, ticket.attempt, ticket.ordinal or 0
+    if not 1 <= room < 2**64 or not 0 <= attempt < 2**16 or not 0 <= ordinal < 2**16:
+        raise InvalidRequest(f"no such room, attempt or sample: {room:#x}, {attempt:#x}, {ordinal:#x}"[:200])
     if not (OPEN_RANK <= ticket.prefill.dp_rank < 2**32 and 0 <= ticket.decode.dp_rank < 2**32):
         raise DpRankOutOfRange("no such DP rank as the ticket names", room=ticket.room)
     if not hmac.compare_digest(ticket.signature, _signature(ticket, secret, origin)):
@@ -80,7 +88,7 @@ def verify_ticket(
 def _signature(ticket: Ticket, secret: bytes, origin: Incarnation) -> bytes:
     if not secret:
         return b""
-    fields = (
+    fields: tuple[object, ...] = (
         ticket.room,
         ticket.attempt,
         ticket.prefill.incarnation,
@@ -90,6 +98,8 @@ def _signature(ticket: Ticket, secret: bytes, origin: Incarnation) -> bytes:
         float(ticket.budget_s),
         origin,
     )
+    if ticket.ordinal is not None:  # other tickets are signed as by versions that know no ordinal
+        fields += (ticket.ordinal,)
     # An array of scalars has one msgpack encoding, so both sides sign the same bytes.
     return hmac.new(secret, _DOMAIN + msgspec.msgpack.encode(fields), hashlib.sha256).digest()
 
@@ -135,5 +145,5 @@ class SpentTickets:
 
 def _key(ticket: Ticket) -> bytes:
     # Without the rank of prefill: an open ticket and one that names a rank are the same placement.
-    fields = (ticket.room, ticket.attempt, ticket.prefill.incarnation, ticket.decode)
+    fields = (ticket.room, ticket.attempt, ticket.ordinal, ticket.prefill.incarnation, ticket.decode)
     return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=_KEY_BYTES).digest()

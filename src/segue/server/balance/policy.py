@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from segue.engine.request import RankHints
-from segue.kv import Incarnation, LeaderId
+from segue.kv import LeaderId
 from segue.server.messages.control import Load
 
 #: Draws an integer uniformly from `0 … n - 1`; injected, so that tests and the simulator decide.
@@ -47,12 +47,11 @@ class Candidate(msgspec.Struct, frozen=True):
 
 class PlacementRequest(msgspec.Struct, frozen=True):
     """The properties of a request that a policy may use: its room and its prompt's token ids. The DP ranks
-    that its client names and a prefill instance that is fixed already take precedence over any policy."""
+    that its client names take precedence over any policy."""
 
     room: int
     prompt: Sequence[int] = ()
     ranks: RankHints = RankHints()
-    prefill: Incarnation | None = None
     cache_salt: int = 0
 
 

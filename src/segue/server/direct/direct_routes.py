@@ -15,17 +15,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from segue.kv import LeaderId, Role, SegueError
+from segue.kv import DpRanks, LeaderId, Role, SegueError
 from segue.kv.session import Tls, awaited, typed
-from segue.server.direct.decode_rendezvous import DecodeRendezvous
 from segue.server.direct.direct_server import (
     DecodeDirectServer,
     DirectServer,
-    OwnAndPrefill,
+    OwnInstance,
     PrefillDirectServer,
     as_load,
 )
-from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.frontend.app import Asgi, OpenAIServerSettings
@@ -38,14 +36,15 @@ from segue.server.messages.control import Load
 from segue.server.messages.records import Records
 from segue.server.observe.metrics import Metrics
 from segue.server.registry.client import InstanceWatch
+from segue.server.registry.registry_records import InstanceRecord
 from segue.server.settings.commands import InstanceConfig
 
 _Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class LazyDirectServer:
-    """Makes the direct-mode server of an instance at the first call of `opened`. `rooms` are those of a
-    prefill instance."""
+    """Makes the direct-mode server of an instance at the first call of `opened`. `dp` are the DP ranks of the
+    instance, `where` is its entry in the registry."""
 
     def __init__(
         self,
@@ -53,33 +52,27 @@ class LazyDirectServer:
         me: LeaderId,
         registry: InstanceWatch,
         *,
-        rooms: PrefillRendezvous | None,
+        dp: DpRanks,
+        where: InstanceRecord,
         tls: Tls | None,
     ) -> None:
         self.metrics = Metrics()
         self._config = config
         self._me = me
         self._registry = registry
-        self._rooms = rooms
+        self._dp = dp
+        self._where = where
         self._tls = tls
-        self._meetings = DecodeRendezvous(config.limit.max_queue)
         self._opening: asyncio.Task[DirectServer] | None = None
         self.server: DirectServer | None = None
 
     def counts(self) -> dict[str, int]:
         """What `/metrics` shows of it."""
-        abandoned = self._meetings.abandoned
-        found = {} if self.server is None else {f"door_{name}": n for name, n in self.server.sizes().items()}
-        if self._rooms is not None:
-            abandoned += self._rooms.abandoned
-            found |= {f"door_{name}": n for name, n in self._rooms.sizes().items()}
-            found["door_tickets"] = self._rooms.tickets
-        return {**found, "door_abandoned": abandoned}
+        return {f"door_{name}": count for name, count in self.tables().items()}
 
     def tables(self) -> dict[str, int]:
         """What requests hold here; all zero at rest."""
-        legs = {} if self._rooms is None else self._rooms.sizes()
-        return legs if self.server is None else {**legs, **self.server.sizes()}
+        return {} if self.server is None else self.server.sizes()
 
     async def close(self) -> None:
         """End what runs, and the server's sessions."""
@@ -89,8 +82,6 @@ class LazyDirectServer:
         if self.server is not None:
             await self.server.fleet.close()
             self.server.close()
-        if self._rooms is not None:
-            self._rooms.close()
 
     async def opened(self) -> DirectServer:
         """The server. Raises ConfigError if the model's folder has no usable tokenizer."""
@@ -116,21 +107,21 @@ class LazyDirectServer:
         )
         records = Records()
         # A router places its requests again by itself, elsewhere.
+        listed = OwnInstance(self._registry, self._me.incarnation)
         fleet = Fleet(
-            OwnAndPrefill(self._registry, self._me.incarnation),
+            listed,
             FleetSettings(served_model=config.served_model, policy=config.load_balance, max_attempts=1),
             secret=config.secret or None,
             limits=limits,
             metrics=self.metrics,
             tls=self._tls,
             records=records,
-            rendezvous=self._meetings,
         )
         common = (fleet, tokenizer, settings, self.metrics, records, self._me)
-        if self._rooms is not None:
-            server: DirectServer = PrefillDirectServer(*common, rooms=self._rooms, secret=config.secret)
+        if config.role is Role.PREFILL:
+            server: DirectServer = PrefillDirectServer(*common, dp=self._dp, where=self._where)
         elif config.role is Role.DECODE:
-            server = DecodeDirectServer(*common, meetings=self._meetings, secret=config.secret)
+            server = DecodeDirectServer(*common, listed=listed)
         else:
             server = DirectServer(*common)
         fleet.start()

@@ -1,8 +1,8 @@
 """Direct mode: instances behind other people's routers, each answering its leg of a request over HTTP.
 
-The server is the frontend's own. It places each request as a frontend does: decode's server on a prefill
-instance and on its own, prefill's server on its own alone. What differs is who chooses the pair (the router)
-and what prefill answers.
+The server is the frontend's own, and places its half of a request on a leader of its own instance. The
+router has chosen the pair. The halves find each other by the room: prefill's leader expects it, decode's
+leader binds it (`kv.protocol.rooms`). The two servers exchange nothing.
 """
 
 from __future__ import annotations
@@ -10,20 +10,32 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from segue.kv import BootstrapUnreachable, Incarnation, LeaderId, Role, SegueError, new_room
-from segue.server.direct.decode_rendezvous import FIND_S, DecodeRendezvous, Meeting
-from segue.server.direct.prefill_rendezvous import MEET_S, PrefillRendezvous
+from segue.engine.request import Request
+from segue.kv import (
+    OPEN_RANK,
+    BootstrapUnreachable,
+    DpRanks,
+    ErrorInfo,
+    Incarnation,
+    LeaderId,
+    Role,
+    SegueError,
+    new_room,
+)
+from segue.kv.session import is_loopback
+from segue.server.fleet.call import DirectHalf
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.replica import Replica
 from segue.server.frontend.app import Generating, OpenAIServer, OpenAIServerSettings, with_header_rank
+from segue.server.frontend.backend import Generation
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
-from segue.server.frontend.legs import TICKET, Bootstrap, RetainedTicket, legs_of, pack_ticket, unpack_ticket
+from segue.server.frontend.legs import Bootstrap, ComputedRoom, computed_room, legs_of, transfer_params
 from segue.server.frontend.native import as_completion, native_plan, read_native
 from segue.server.frontend.openai_types import ChatBody, CompletionBody
 from segue.server.frontend.params import ModelCard, rank_hints
@@ -36,15 +48,18 @@ from segue.server.observe.metrics import Metrics
 from segue.server.registry.client import InstanceWatch
 from segue.server.registry.registry_records import InstanceRecord
 
+#: How long an instance may take to appear in the registry's list, or a leader of our own to be connected.
+FIND_S = 2.0
+
 Make = Callable[[Generating, ModelCard, str], Plan]
 
 
-class OwnAndPrefill:
-    """What the registry lists, as far as a server in direct mode needs it: its own instance and, of decode,
-    every prefill instance. To prefill's server its own leaders are unified ones: they get a request and
-    nobody else does."""
+class OwnInstance:
+    """What the registry lists, as far as a server in direct mode needs it: the leaders of its own instance as
+    unified ones, so that they get its requests and nobody else does. `prefill` are the prefill instances."""
 
     def __init__(self, registry: InstanceWatch, me: Incarnation) -> None:
+        self.prefill: list[InstanceRecord] = []
         self._registry = registry
         self._me = me
 
@@ -52,12 +67,31 @@ class OwnAndPrefill:
         """See `InstanceWatch.watch`."""
         async with aclosing(self._registry.watch(role)) as lists:  # type: ignore[type-var]
             async for records in lists:
-                own = next((r for r in records if r.incarnation == self._me), None)
-                if own is not None and own.role is Role.PREFILL:
-                    own = msgspec.structs.replace(own, role=Role.UNIFIED)
-                others = own is not None and own.role is Role.DECODE
-                shown = [r for r in records if others and r.role is Role.PREFILL]
-                yield [*shown, own] if own is not None else shown
+                self.prefill = [r for r in records if r.role is Role.PREFILL]
+                own = [r for r in records if r.incarnation == self._me]
+                yield [msgspec.structs.replace(record, role=Role.UNIFIED) for record in own]
+
+
+class OneRoom:
+    """Where the samples of one body run: each is a half of its own in one room (`fleet.call.DirectHalf`)."""
+
+    def __init__(self, fleet: Fleet, room: int, plan: Plan, prefill: LeaderId | None = None) -> None:
+        self._fleet = fleet
+        self._halves = {
+            s.request.request_id: DirectHalf(room, k, prefill) for k, s in enumerate(plan.samples)
+        }
+
+    def submit(self, request: Request, *, budget_s: float) -> Generation:
+        """See `server.frontend.backend.Generator`."""
+        return self._fleet.submit(request, budget_s=budget_s, half=self._halves[request.request_id])
+
+    def complete(self, request_id: str) -> None:
+        """See `server.frontend.backend.Generator`."""
+        self._fleet.complete(request_id)
+
+    def cancel(self, request_id: str, reason: ErrorInfo) -> None:
+        """See `server.frontend.backend.Generator`."""
+        self._fleet.cancel(request_id, reason)
 
 
 class DirectServer(OpenAIServer):
@@ -145,106 +179,131 @@ class DirectServer(OpenAIServer):
 
 
 class PrefillDirectServer(DirectServer):
-    """Of a prefill instance. In SGLang's style it answers when prefill's part is done; in vLLM's it computes
-    the prompt and answers with a ticket for what it retains."""
+    """Of a prefill instance. Its leg computes the prompt and opens its room, which decode finds by the number
+    that the router has drawn (SGLang's style) or that the answer carries (vLLM's)."""
 
-    def __init__(self, *arguments: Any, rooms: PrefillRendezvous, secret: bytes) -> None:
+    def __init__(self, *arguments: Any, dp: DpRanks, where: InstanceRecord) -> None:
         super().__init__(*arguments)
-        self._rooms = rooms
-        self._secret = secret
+        self._dp = dp
+        self._where = where
 
     async def generation(
         self, call: HttpCall, started: float, body: Generating, raw: bytes, make: Make[Generating]
     ) -> None:
         """See `OpenAIServer.generation`."""
         legs = await self.off_loop(len(raw), partial(legs_of, raw))
-        transfer = legs.transfer or {}
+        hints = rank_hints(body)
+        rank = hints.routed_dp_rank
+        more: dict[str, object] | None = None
+        instead: dict[str, object] | None = None
         if legs.bootstrap is not None:
-            call.held.set(0)
-            answered = self._leg(call, started, rank_hints(body).routed_dp_rank, legs.bootstrap.room)
-        elif transfer.get("do_remote_decode"):
-            answered = self._retain(call, started, body, raw, make)
+            if not is_at(self._where, legs.bootstrap):
+                raise nobody_at(legs.bootstrap)
+            room = legs.bootstrap.room
+            rank = hints.disagg_prefill_dp_rank if rank is None else rank
+            body = msgspec.structs.replace(body, stream=False, stream_options=None, routed_dp_rank=rank)
+            meta = {"id": call.id}
+            instead = {"id": call.id, "object": "prefill", "text": "", "choices": [], "meta_info": meta}
+        elif (legs.transfer or {}).get("do_remote_decode"):
+            # `min_tokens` 1 is the router's and not the client's: with it the first token would be another
+            # one than a client gets that allows its answer to be empty.
+            rank = secrets.randbelow(self._dp.size) if rank is None else rank
+            computed = ComputedRoom(new_room(), LeaderId(self.me.incarnation, rank))
+            room = computed.room
+            body = msgspec.structs.replace(
+                body,
+                stream=False,
+                stream_options=None,
+                max_tokens=1,
+                max_completion_tokens=None,
+                min_tokens=None,
+                routed_dp_rank=rank,
+                disagg_prefill_dp_rank=rank,
+            )
+            more = {"kv_transfer_params": transfer_params(computed)}
         else:
             raise _no_legs("prefill")
-        del body, raw, make, legs, transfer
-        await answered
-
-    async def _leg(self, call: HttpCall, started: float, rank: int | None, room: int) -> None:
-        """Decode places the request; this leg only waits for its end, and its end is that of the request."""
-        async with call:
-            await self._rooms.wait(room, rank, self.budget_s(started))
-            await call.answer(
-                200,
-                {"id": call.id, "object": "prefill", "text": "", "choices": [], "meta_info": {"id": call.id}},
-            )
-
-    async def _retain(
-        self, call: HttpCall, started: float, body: Generating, raw: bytes, make: Make[Generating]
-    ) -> None:
-        """Compute the prompt and its first token. `min_tokens` 1 is the router's and not the client's: with
-        it the first token would be another one than a client gets that allows its answer to be empty."""
-        rank = rank_hints(body).routed_dp_rank
-        dp_rank = secrets.randbelow(self._rooms.dp.size) if rank is None else rank
-        seed = secrets.randbits(63) if body.seed is None else body.seed
-        body = msgspec.structs.replace(
-            body,
-            seed=seed,
-            stream=False,
-            stream_options=None,
-            max_tokens=1,
-            max_completion_tokens=None,
-            min_tokens=None,
-            routed_dp_rank=dp_rank,
-            disagg_prefill_dp_rank=None,
-        )
-        ticket = RetainedTicket(room=new_room(), issuer=self.me, dp_rank=dp_rank, seed=seed)
-        answer = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            TICKET: pack_ticket(ticket, self._secret),
-        }
         async with call:
             plan = await self.plan(call, body, raw, make)
-            del body, raw, make
-            with self._rooms.ticket(ticket.room, dp_rank, self.budget_s(started)):
-                await self.run(call, plan, started, self.backend, {"kv_transfer_params": answer})
+            del body, raw, make, legs
+            if rank is None and self._dp.size > 1 and len(plan.samples) > 1:
+                self._together(plan, room)
+            await self.run(call, plan, started, OneRoom(self.fleet, room, plan), more, instead)
+
+    def _together(self, plan: Plan, room: int) -> None:
+        """Place all samples on one DP rank: the registry knows one for each room."""
+        rank = self._dp.follows(room)
+        if rank is None:
+            own = [replica for replica in self.own() if replica.usable]
+            idlest = min(own, key=lambda r: r.candidate().requests, default=None)
+            rank = self.me.dp_rank if idlest is None else idlest.leader.dp_rank
+        for sample in plan.samples:
+            ranks = msgspec.structs.replace(sample.request.ranks, routed_dp_rank=rank)
+            sample.request = msgspec.structs.replace(sample.request, ranks=ranks)
 
 
 class DecodeDirectServer(DirectServer):
-    """Of a decode instance: it gets the answer of the whole request, from whichever prefill instance has the
-    other leg or made the ticket."""
+    """Of a decode instance. Its leg gets the answer of the whole request, and its KV from the prefill
+    instance that has the room."""
 
-    def __init__(self, *arguments: Any, meetings: DecodeRendezvous, secret: bytes) -> None:
+    def __init__(self, *arguments: Any, listed: OwnInstance) -> None:
         super().__init__(*arguments)
-        self._meetings = meetings
-        self._secret = secret
-
-    def sizes(self) -> dict[str, int]:
-        """See `DirectServer.sizes`."""
-        return {**super().sizes(), **self._meetings.sizes()}
+        self._listed = listed
 
     async def generation(
         self, call: HttpCall, started: float, body: Generating, raw: bytes, make: Make[Generating]
     ) -> None:
         """See `OpenAIServer.generation`."""
         legs = await self.off_loop(len(raw), partial(legs_of, raw))
-        other: Bootstrap | RetainedTicket
-        if legs.bootstrap is not None:
-            other = legs.bootstrap
-        elif legs.transfer is not None:
-            other = unpack_ticket(legs.transfer, self._secret)
-            if body.seed is None:
-                body = msgspec.structs.replace(body, seed=other.seed)
-        else:
+        if legs.bootstrap is None and legs.transfer is None:
             raise _no_legs("decode")
-        hint = rank_hints(body).disagg_prefill_dp_rank
-        meet_s = min(MEET_S, self.budget_s(started))
-        async with Meeting(self._meetings, self.fleet, other, hint, meet_s) as meeting, call:
-            await meeting.ask()
+        named = legs.bootstrap or computed_room(legs.transfer or {})
+        async with call:
+            prefill = await self._find(named)
             plan = await self.plan(call, body, raw, make)
             del body, raw, make, legs
-            await meeting.wait(len(plan.samples))
-            await self.run(call, plan, started, meeting)
+            await self.run(call, plan, started, OneRoom(self.fleet, named.room, plan, prefill))
+
+    async def _find(self, named: Bootstrap | ComputedRoom) -> LeaderId:
+        """The prefill leader that has the room. Raises BootstrapUnreachable if the registry names none."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIND_S):
+                while (found := self._listed_as(named)) is None:
+                    await self.fleet.changed()
+                return found
+        if isinstance(named, Bootstrap):
+            raise nobody_at(named)
+        text = f"prefill {named.prefill}, which has computed this prompt, is not there any more"
+        raise BootstrapUnreachable(text, phase="placement")
+
+    def _listed_as(self, named: Bootstrap | ComputedRoom) -> LeaderId | None:
+        # The newest last: one that was killed may still be listed at the address of its successor.
+        for record in reversed(self._listed.prefill):
+            if isinstance(named, Bootstrap):
+                if is_at(record, named):
+                    return LeaderId(record.incarnation, OPEN_RANK)
+            elif any(leader == named.prefill for leader, _ in record.leaders()):
+                return named.prefill
+        return None
+
+
+def is_at(record: InstanceRecord, named: Bootstrap) -> bool:
+    """Whether `named` is the bootstrap address of this instance. Hosts are compared as they are written: a
+    name that a client sends is never looked up."""
+    host = named.host.strip("[]").lower()
+    return record.bootstrap_port == named.port and any(
+        where.host.lower() == host or (is_loopback(where.host) and is_loopback(host))
+        for where in record.replicas
+    )
+
+
+def nobody_at(named: Bootstrap) -> SegueError:
+    """What a leg fails with that names the bootstrap address of no prefill instance, or of another one."""
+    return BootstrapUnreachable(
+        f"no prefill instance that is asked or registered has the bootstrap address "
+        f"{named.host[:200]}:{named.port} (its --advertise-host or --host, and its --bootstrap-port)",
+        phase="placement",
+    )
 
 
 def as_load(load: Load) -> dict[str, int]:

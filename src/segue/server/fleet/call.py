@@ -19,7 +19,6 @@ from segue.kv import (
     AbortedByClient,
     DeadlineExceeded,
     ErrorInfo,
-    Incarnation,
     Internal,
     LeaderId,
     SegueError,
@@ -79,11 +78,25 @@ class Parts:
     vacancies: RetryAfter
 
 
+@dataclass(frozen=True, slots=True)
+class DirectHalf:
+    """One half of a request in direct mode: of its sample number `ordinal`, in a `room` that a router has
+    named. `prefill` has the other half, and leaves its DP rank open if that is not known; it is None for the
+    half of prefill itself."""
+
+    room: int
+    ordinal: int
+    prefill: LeaderId | None = None
+
+
 class Attempt:
     """One try of a call on one route."""
 
-    def __init__(self, call: Call, parts: Parts, route: Route, request: Request, number: int) -> None:
+    def __init__(
+        self, call: Call, parts: Parts, route: Route, request: Request, number: int, half: DirectHalf | None
+    ) -> None:
         self.route = route
+        self._half = half
         self._call = call
         self._parts = parts
         self._request = request
@@ -97,7 +110,10 @@ class Attempt:
     def start(self, budget_s: float) -> None:
         """Submit to both leaders at once."""
         route, membership, prefill = self.route, self._parts.membership, self.route.prefill.leader
-        if self._request.ranks.force_query_prefill_dp_rank and route.prefill is not route.decode:
+        half = self._half
+        if half is not None:
+            prefill = half.prefill or prefill
+        elif self._request.ranks.force_query_prefill_dp_rank and route.prefill is not route.decode:
             prefill = LeaderId(prefill.incarnation, OPEN_RANK)
         ticket = membership.signed(
             Ticket(
@@ -106,6 +122,7 @@ class Attempt:
                 prefill=prefill,
                 decode=route.decode.leader,
                 budget_s=budget_s,
+                ordinal=None if half is None else half.ordinal,
             )
         )
         message = Submit(self._request, ticket)
@@ -171,8 +188,7 @@ class Attempt:
 
 class Call:
     """The outputs of one request, over its attempts. Ends exactly once, at `deadline` (seconds of the
-    loop's clock) at the latest; `ended` is called then. `prefill` is the only instance that may compute the
-    prompt, if there is one."""
+    loop's clock) at the latest; `ended` is called then. With `half` only that half of it is run."""
 
     def __init__(
         self,
@@ -180,11 +196,11 @@ class Call:
         deadline: float,
         parts: Parts,
         ended: Callable[[], object],
-        prefill: Incarnation | None = None,
+        half: DirectHalf | None = None,
     ) -> None:
         self.attempts = Attempts(request, parts.settings.max_attempts)
         self._parts = parts
-        self._prefill = prefill
+        self._half = half
         self._loop = asyncio.get_running_loop()
         self._deadline = deadline
         self._on_end = ended
@@ -262,7 +278,7 @@ class Call:
         text = f"attempt {self.attempts.number} room {route.room}: {names} ({route.why}); {how}"
         self._parts.metrics.placements.labels(route.reason).inc()
         self._path.enter("attempt", self._loop.time(), text)
-        self._attempt = Attempt(self, self._parts, route, request, self.attempts.number)
+        self._attempt = Attempt(self, self._parts, route, request, self.attempts.number, self._half)
         self._attempt.start(self._deadline - self._loop.time())
 
     async def _place(self) -> Route:
@@ -276,9 +292,8 @@ class Call:
         passed_over_s = s.reported_loss_wait_s if attempts.reported_by_peer else 0.0
         patient_until = min(until, loop.time() + passed_over_s)
         asked = attempts.request
-        request = PlacementRequest(
-            self._parts.new_room(), asked.prompt, asked.ranks, self._prefill, asked.cache_salt
-        )
+        room = self._parts.new_room() if self._half is None else self._half.room
+        request = PlacementRequest(room, asked.prompt, asked.ranks, asked.cache_salt)
         awaited = False
         while True:
             now = loop.time()
@@ -288,6 +303,8 @@ class Call:
             awaited = bool(router.awaited)
             patient = now < patient_until
             route = router.choose(attempts, request, now, patient=patient)
+            if route is None and self._half is not None:
+                route = router.refuser(request)
             if route is not None:
                 return route
             # A frontend that hears of restarts drains only when no instance will come back.

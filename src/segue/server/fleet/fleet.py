@@ -16,7 +16,6 @@ from segue.engine.request import Request
 from segue.kv import (
     Draining,
     ErrorInfo,
-    Incarnation,
     Internal,
     LeaderId,
     Limits,
@@ -29,9 +28,9 @@ from segue.kv.session import SessionNode, Tls, Uniform
 from segue.server.balance.policies import PREFIX_AWARE
 from segue.server.balance.policy import RandBelow
 from segue.server.balance.prefix_index import PrefixIndex
-from segue.server.fleet.call import Call, Parts, Signal
+from segue.server.fleet.call import Call, DirectHalf, Parts, Signal
 from segue.server.fleet.fleet_settings import FleetSettings
-from segue.server.fleet.membership import Membership, RendezvousHandler
+from segue.server.fleet.membership import Membership
 from segue.server.fleet.retry_after import RetryAfter
 from segue.server.fleet.router import Router
 from segue.server.messages.records import MAX_FOUND, Records, RequestRecord, matcher
@@ -65,7 +64,6 @@ class Fleet:
         tls: Tls | None = None,
         records: Records | None = None,
         runtime: FleetRuntime | None = None,
-        rendezvous: RendezvousHandler | None = None,
     ) -> None:
         runtime = runtime or FleetRuntime()
         self.limits = limits
@@ -85,7 +83,6 @@ class Fleet:
             me=runtime.me,
             make_node=runtime.node,
             uniform=runtime.uniform,
-            rendezvous=rendezvous,
             index=index,
         )
         self.router = Router(self.membership.replicas, settings, runtime.randbelow, index)
@@ -162,8 +159,8 @@ class Fleet:
     async def changed(self) -> None:
         await self._news.wait()
 
-    def submit(self, request: Request, *, budget_s: float, prefill: Incarnation | None = None) -> Call:
-        """See `Backend.submit`; with `prefill`, that instance and no other computes the prompt."""
+    def submit(self, request: Request, *, budget_s: float, half: DirectHalf | None = None) -> Call:
+        """See `Backend.submit`; with `half`, a unified replica gets that half of a request alone."""
         if self.router.draining:
             raise Draining("this frontend is draining; ask another")
         if len(self._calls) >= self.limits.max_queue:
@@ -175,7 +172,7 @@ class Fleet:
             raise Internal(f"the request id {request_id} is in use")
         deadline = asyncio.get_running_loop().time() + budget_s
         ended = partial(self._calls.pop, request_id, None)
-        call = Call(request, deadline, self._parts, ended, prefill)
+        call = Call(request, deadline, self._parts, ended, half)
         self._calls[request_id] = call
         return call
 

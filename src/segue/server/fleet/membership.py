@@ -9,14 +9,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import Protocol
 
 from segue.engine.kv_events import FollowPrefixes, Prefixes
 from segue.kv import LeaderId, Limits, PeerRefused, Role, SegueError, Ticket, new_incarnation, sign_ticket
 from segue.kv.session import Dialer, PeerInfo, Session, SessionNode, Tls, Uniform, keep_running
 from segue.server.balance.prefix_index import PrefixIndex
 from segue.server.fleet.replica import OutputSink, Replica
-from segue.server.messages.control import ControlMessage, Explain, Explained, Load, Outputs, PrefillFound
+from segue.server.messages.control import ControlMessage, Explain, Explained, Load, Outputs
 from segue.server.messages.records import RequestRecord
 from segue.server.observe.metrics import Metrics
 from segue.server.registry.client import InstanceWatch
@@ -25,25 +24,12 @@ from segue.server.registry.registry_records import SERVING, InstanceRecord, Repl
 log = logging.getLogger("segue.fleet")
 
 
-class RendezvousHandler(Protocol):
-    """Hears the answers of prefill instances about the prefill legs of a decode instance in direct mode."""
-
-    def met(self, replica: Replica, message: PrefillFound) -> None:
-        """The answer of `replica`."""
-        ...
-
-    def lost(self, replica: Replica, error: SegueError) -> None:
-        """The session with `replica` has ended."""
-        ...
-
-
 class Membership:
     """The replicas of the fleet, and the handler of the sessions to their leaders.
 
     `replicas` is its table, for others to read. `changed` is called whenever it changed in what placement
-    looks at, `explain` says what is known of a request, `rendezvous` hears the answers of prefill instances
-    about legs, `index` what prefix caches hold. `make_node` and `uniform` take the place of the network and
-    of chance in a simulation.
+    looks at, `explain` says what is known of a request, `index` hears what prefix caches hold. `make_node`
+    and `uniform` take the place of the network and of chance in a simulation.
     """
 
     def __init__(
@@ -60,7 +46,6 @@ class Membership:
         me: LeaderId | None = None,
         make_node: Callable[..., SessionNode] = SessionNode,
         uniform: Uniform = random.uniform,
-        rendezvous: RendezvousHandler | None = None,
         index: PrefixIndex | None = None,
     ) -> None:
         #: pages in the prefix caches of replicas; None if the policy does not use them
@@ -74,7 +59,6 @@ class Membership:
         self._changed = changed
         self._explain = explain
         self._uniform = uniform
-        self._rendezvous = rendezvous
         self._dialers: dict[LeaderId, Dialer] = {}
         self._watch: asyncio.Task[None] | None = None
         self._node = make_node(
@@ -225,10 +209,9 @@ class Membership:
             if first or message.draining != draining:
                 self._changed()
         elif isinstance(message, Prefixes) and self.prefix_index is not None:
-            if not self.prefix_index.heard(peer.leader, message):
+            heard = self.prefix_index.heard(peer.leader, message)
+            if not heard:
                 session.send(FollowPrefixes())
-        elif isinstance(message, PrefillFound) and self._rendezvous is not None:
-            self._rendezvous.met(replica, message)
 
     def closed(self, session: Session, error: SegueError) -> None:
         replica = self.replicas.get(session.peer.leader)
@@ -243,8 +226,6 @@ class Membership:
         # Exactly its requests fail, with this error.
         for sink in list(replica.running.values()):
             sink.lost(replica, error.info.exception().at(peer=replica.name))
-        if self._rendezvous is not None:
-            self._rendezvous.lost(replica, error.info.exception().at(peer=replica.name))
         self._retire(replica)
         self._count()
         self._changed()

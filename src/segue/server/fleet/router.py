@@ -173,10 +173,8 @@ class Router:
         # A unified replica stands beside the decode replicas: whoever decodes is chosen first.
         pinned = request.ranks.disagg_prefill_dp_rank
         halves = _on_rank([r for r in serving if r.role is Role.PREFILL], pinned)
-        if request.prefill is not None:
-            halves = [r for r in halves if r.record.incarnation == request.prefill]
         decode = [r for r in serving if r.role is not Role.PREFILL]
-        asked = pinned is not None or request.prefill is not None or request.ranks.force_query_prefill_dp_rank
+        asked = pinned is not None or request.ranks.force_query_prefill_dp_rank
         able = [
             r
             for r in decode
@@ -208,6 +206,12 @@ class Router:
             room = (room - room % p.record.dp_size + p.where.dp_rank) or p.record.dp_size
         reason = "asked" if asked else "long" if alone else "never"
         return Route(room, p, d, self._why(p, prefill, decode, attempts, request), reason)
+
+    def refuser(self, request: PlacementRequest) -> Route | None:
+        """In direct mode, where all replicas are leaders of our own instance: one that takes nothing new. Its
+        refusal reaches the instance that has the other half of the request."""
+        there = [r for r in self._replicas.values() if r.session is not None]
+        return Route(request.room, there[0], there[0], "it refuses", "unified") if there else None
 
     def _short(self, d: Replica, attempts: Attempts, request: PlacementRequest) -> str:
         """The reason why `d` computes the prompt itself, as far as its length decides it; empty if it does

@@ -334,8 +334,10 @@ class OpenAIServer:
         started: float,
         backend: Generator,
         more: dict[str, object] | None = None,
+        instead: dict[str, object] | None = None,
     ) -> None:
-        """Generate on `backend` and answer; `more` are fields that a whole answer has besides."""
+        """Generate on `backend` and answer; `more` are fields that a whole answer has besides, `instead`
+        takes its place."""
         budget_s = self.budget_s(started)
         call.planned_at = time.monotonic()
         if call.trace.child:
@@ -353,6 +355,9 @@ class OpenAIServer:
                 answer.add(index, piece)
 
             await generate(backend, plan.samples, meter, add, budget_s=budget_s)
+            if instead is not None:
+                await call.answer(200, instead)
+                return
             raw = await self.off_loop(
                 call.held.nbytes - plan.held_bytes + answer.repeated_bytes,
                 lambda: msgspec.json.encode(answer.whole() | more if more else answer.whole()),

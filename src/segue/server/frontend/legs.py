@@ -7,16 +7,13 @@ bootstrap address is looked up in the registry's list, and what another server w
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import hmac
+import re
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from segue.kv import DECODE_ERRORS, InvalidRequest, LeaderId
+from segue.kv import MAX_ROOM, Incarnation, LeaderId
 from segue.server.frontend.openai_types import read_float
 from segue.server.frontend.problems import BadParam, unparsable
 
@@ -24,14 +21,9 @@ from segue.server.frontend.problems import BadParam, unparsable
 DEFAULT_BOOTSTRAP_PORT: Final = 8998
 #: The range of rooms that routers draw from; 0 is none.
 MAX_BOOTSTRAP_ROOM: Final = 2**63 - 1
-#: The key in `kv_transfer_params` that carries a ticket.
-TICKET: Final = "segue_ticket"
-_MAX_TICKET_CHARS: Final = 1024
-_DOMAIN: Final = b"segue retained prompt 1\0"
-BAD_TICKET: Final = (
-    "kv_transfer_params: no prefill instance of this fleet gave this ticket out, or it was used already, or "
-    "it has expired; send the request to prefill again"
-)
+#: The key in `kv_transfer_params` that names a computed prompt.
+ROOM: Final = "segue_room"
+_ROOM: Final = re.compile(r"([0-9a-f]{1,16})\.([0-9]{1,5})\.([0-9a-f]{32})", re.ASCII)
 
 T = TypeVar("T")
 
@@ -46,16 +38,12 @@ class Bootstrap:
     room: int
 
 
-class RetainedTicket(msgspec.Struct, frozen=True, array_like=True):
-    """vLLM's style: prefill has computed the prompt, and this says where it lies. Its number `room` is good
-    once, at the server of `issuer`; the KV is on DP rank `dp_rank` there. `seed` is what the first token was
-    drawn with."""
+@dataclass(frozen=True, slots=True)
+class ComputedRoom:
+    """vLLM's style: prefill has computed the prompt; decode gets its KV in `room` of the leader `prefill`."""
 
     room: int
-    issuer: LeaderId
-    dp_rank: int
-    seed: int
-    signature: bytes = b""
+    prefill: LeaderId
 
 
 class _Fields(msgspec.Struct, frozen=True):
@@ -105,37 +93,23 @@ def _one(name: str, value: T | list[T | None] | None) -> T | None:
     return value[0] if value else None
 
 
-def pack_ticket(ticket: RetainedTicket, secret: bytes) -> str:
-    """`ticket` signed, as a text that a router passes on."""
-    signed = msgspec.structs.replace(ticket, signature=_signature(ticket, secret))
-    return base64.urlsafe_b64encode(msgspec.msgpack.encode(signed)).decode()
+def transfer_params(room: ComputedRoom) -> dict[str, Any]:
+    """The `kv_transfer_params` that prefill answers with, and that a router passes on to decode."""
+    prefill = room.prefill
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        ROOM: f"{room.room:x}.{prefill.dp_rank}.{prefill.incarnation}",
+    }
 
 
-def unpack_ticket(transfer: dict[str, Any], secret: bytes) -> RetainedTicket:
-    """The ticket in `kv_transfer_params`. Raises BadParam if there is none, InvalidRequest for one that this
-    fleet has not signed."""
-    text = transfer.get(TICKET)
-    if not isinstance(text, str):
+def computed_room(transfer: dict[str, Any]) -> ComputedRoom:
+    """The reverse of `transfer_params`. Raises BadParam."""
+    text = transfer.get(ROOM)
+    found = _ROOM.fullmatch(text) if isinstance(text, str) else None
+    if found is None or not 1 <= (room := int(found[1], 16)) <= MAX_ROOM:
         raise BadParam(
-            f"kv_transfer_params.{TICKET}: a decode instance needs the object that prefill has answered with",
+            f"kv_transfer_params.{ROOM}: a decode instance needs the object that prefill has answered with",
             "kv_transfer_params",
         )
-    try:
-        if len(text) > _MAX_TICKET_CHARS:
-            raise ValueError("too long")
-        packed = base64.b64decode(text, altchars=b"-_", validate=True)
-        ticket = msgspec.msgpack.decode(packed, type=RetainedTicket)
-        fine = hmac.compare_digest(ticket.signature, _signature(ticket, secret))
-    except (*DECODE_ERRORS, binascii.Error, OverflowError):
-        fine = False
-    if not fine or not 1 <= ticket.room <= MAX_BOOTSTRAP_ROOM:
-        raise InvalidRequest(BAD_TICKET)
-    return ticket
-
-
-def _signature(ticket: RetainedTicket, secret: bytes) -> bytes:
-    """Empty without a secret, as of all tickets: its number alone is what nobody can guess then."""
-    if not secret:
-        return b""
-    fields = (ticket.room, ticket.issuer.incarnation, ticket.issuer.dp_rank, ticket.dp_rank, ticket.seed)
-    return hmac.new(secret, _DOMAIN + msgspec.msgpack.encode(fields), hashlib.sha256).digest()
+    return ComputedRoom(room, LeaderId(Incarnation(found[3]), int(found[2])))

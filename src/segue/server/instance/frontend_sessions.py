@@ -9,17 +9,13 @@ from segue.engine.kv_events import FollowPrefixes, KVEvent, Prefixes, net
 from segue.engine.request import Output
 from segue.kv import Incarnation, PeerRefused, SegueError
 from segue.kv.session import PeerInfo, Session
-from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item
 from segue.server.messages.control import (
     Cancel,
-    Done,
     Explained,
-    FindPrefill,
     FlushCache,
     Load,
     Outputs,
-    PrefillFound,
     Submit,
 )
 
@@ -41,8 +37,6 @@ class FrontendSessions:
         self.load: Load | None = None
         #: followers of our prefix cache, with the number of the last message to each
         self._following: dict[Incarnation, int] = {}
-        #: for a prefill instance that serves routers
-        self.rooms: PrefillRendezvous | None = None
 
     def hello(self) -> bytes:
         """Empty: the registry's record is enough for a frontend."""
@@ -60,17 +54,9 @@ class FrontendSessions:
             session.send(self.load)
 
     def received(self, session: Session, message: object) -> None:
-        """Orders to the leader, answers for operators, and what a decode instance in direct mode asks."""
+        """Orders to the leader, and answers for operators."""
         if self.deliver is not None and isinstance(message, Submit | Cancel | FlushCache | FollowPrefixes):
             self.deliver(FromFrontend(session.peer.leader.incarnation, message))
-        elif isinstance(message, FindPrefill) and self.rooms is None:
-            refused = PeerRefused("this prefill instance has no HTTP port; start it with --http-port")
-            session.send(PrefillFound(room=message.room, error=refused.info, elsewhere=True))
-        elif isinstance(message, FindPrefill) and self.rooms is not None:
-            self.rooms.meet(session, message)
-        elif isinstance(message, Done):
-            if self.rooms is not None:
-                self.rooms.over(session, message)
         elif isinstance(message, Explained):
             self.on_explained(session.peer.leader.incarnation, message)
         else:
@@ -79,8 +65,6 @@ class FrontendSessions:
     def closed(self, session: Session, error: SegueError) -> None:
         """Nobody is left to read its outputs."""
         incarnation = session.peer.leader.incarnation
-        if self.rooms is not None:
-            self.rooms.closed(session, error)
         if self.sessions.get(incarnation) is session:
             del self.sessions[incarnation]
             self._following.pop(incarnation, None)

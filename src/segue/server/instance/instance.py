@@ -39,7 +39,6 @@ from segue.kv import (
 )
 from segue.kv.session import SessionHandler, background, is_loopback, tls_from_files
 from segue.server.direct.direct_routes import LazyDirectServer
-from segue.server.direct.prefill_rendezvous import PrefillRendezvous
 from segue.server.frontend.keys import ApiKeys, read_keys
 from segue.server.http.guarded_http import GuardedServer
 from segue.server.instance.frontend_sessions import FrontendSessions
@@ -314,11 +313,7 @@ class Instance:
 
     def _make_direct_server(self, registry: Registry) -> LazyDirectServer:
         config = self.config
-        rooms = None
-        if config.role is Role.PREFILL:
-            rooms = PrefillRendezvous(f"{config.label} {self.me}", self.dp, self.limits.max_queue)
-        self.frontends.rooms = rooms
-        lazy = LazyDirectServer(config, self.me, registry, rooms=rooms, tls=self.tls)
+        lazy = LazyDirectServer(config, self.me, registry, dp=self.dp, where=self._record(), tls=self.tls)
         self._sights.door = lazy.tables
         self._stack.push_async_callback(lazy.close)
         if not self._keys and not is_loopback(config.host):
@@ -336,6 +331,7 @@ class Instance:
         if isinstance(self.scheduler, PrefillScheduler):
             retained = self.scheduler.retained
             found |= {"retained_prompts": len(retained), "retained_bytes": retained.nbytes}
+            found |= {"unbound_rooms": self.scheduler.unbound, "abandoned_rooms": self.scheduler.abandoned}
         return found if self._direct_server is None else {**found, **self._direct_server.counts()}
 
     def _status(self) -> InstanceStatus:

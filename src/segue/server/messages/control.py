@@ -3,9 +3,8 @@
 The frontend sends `Submit` to both leaders of a ticket at once; decode answers `Outputs`; prefill
 answers only `Outputs` with an error, so that a failure is known at once on either leg.
 
-`FindPrefill`, `PrefillFound` and `Done` go between the HTTP servers of two instances, when a foreign
-router has posted the two legs of one request to them: decode's door, which is a frontend to the leaders,
-asks; prefill's door answers.
+The server of an instance in direct mode is such a frontend, and its ticket is for one half
+(`Ticket.ordinal`): prefill answers it with the first token.
 """
 
 from __future__ import annotations
@@ -98,51 +97,10 @@ class Explained(msgspec.Struct, frozen=True, tag=True):
     frontends: list[Incarnation] = []
 
 
-class FindPrefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Decode's door → prefill's: the decode leg of bootstrap room `room` waits here for prefill's.
-
-    `hint` is the DP rank of prefill that the leg names, if it does. With `ticket` the room is that of a
-    ticket that prefill's door gave out, and is answered at once.
-    """
-
-    room: int
-    hint: int | None = None
-    ticket: bool = False
-
-
-class PrefillFound(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Prefill's door → decode's: the prefill leg of `room` is here, and its request is for this DP rank
-    (None: for any). With `error` it has ended, and decode's is to end as well, unless the leg was never here
-    and may be `elsewhere`: then as soon as everybody who was asked has said so."""
-
-    room: int
-    dp_rank: int | None = None
-    error: ErrorInfo | None = None
-    elsewhere: bool = False
-
-
-class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Decode's door → prefill's: prefill has done its part for `room`, or the request has failed."""
-
-    room: int
-    error: ErrorInfo | None = None
-
-
 class FlushCache(msgspec.Struct, frozen=True, tag=True):
     """Frontend → leader: forget every cached prefix."""
 
 
 ControlMessage = (
-    Submit
-    | Cancel
-    | Outputs
-    | Load
-    | FindPrefill
-    | PrefillFound
-    | Done
-    | FlushCache
-    | Explain
-    | Explained
-    | FollowPrefixes
-    | Prefixes
+    Submit | Cancel | Outputs | Load | FlushCache | Explain | Explained | FollowPrefixes | Prefixes
 )

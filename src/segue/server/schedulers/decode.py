@@ -31,7 +31,7 @@ from segue.kv import (
     RoomKey,
     SegueError,
 )
-from segue.server.messages.control import Load
+from segue.server.messages.control import Load, Submit
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.credits import Credits
 from segue.server.schedulers.fair_queue import PASSED_STEPS, FairQueue
@@ -41,6 +41,7 @@ from segue.server.schedulers.request_state import (
     RequestState,
     RoleTransfer,
     check_free,
+    claim_of,
     first_usage,
 )
 from segue.server.schedulers.unified import UnifiedScheduler
@@ -74,13 +75,22 @@ class DecodeScheduler(UnifiedScheduler):
             state.ticket.prefill,
             len(state.prompt),
             state.deadline - now,
-            claim=state.claim,
+            claim=claim_of(state.request),
             prefill_dp_rank=hints.disagg_prefill_dp_rank,
             force_query=hints.force_query_prefill_dp_rank,
+            placed=not state.direct,
         )
         self.table[state.received_as] = RoleTransfer(state, receiver)
         state.enter("reserve", now)
         self.preallocation.add(state)
+
+    def _refused(self, submit: Submit, error: ErrorInfo) -> None:
+        ticket = submit.ticket
+        if ticket.ordinal is None:
+            return
+        key = RoomKey(ticket.room, ordinal=ticket.ordinal, attempt=ticket.attempt)
+        if key not in self.table:  # else the room is another request's
+            self.handoffs.decline(key, ticket.prefill, error, claim=claim_of(submit.request))
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
         self.preallocation.remove(state)
@@ -192,11 +202,17 @@ class DecodeScheduler(UnifiedScheduler):
         except SegueError as error:
             self.fail(state, error.info, now)
             return
-        state.computed = len(state.prompt)
         state.prompt_logprobs = result.prompt_logprobs or []
+        state.handed_bytes = entry.handle.nbytes
+        if self._too_early(state, result.first_token):
+            state.computed = len(state.prompt) - 1
+            state.prompt_logprobs = state.prompt_logprobs[:-1]  # that token's come with its forward
+            state.enter("prefill", now, "prefill was not told min_tokens: the first token is drawn here")
+            self.queue.running.append(state)
+            return
+        state.computed = len(state.prompt)
         state.usage = first_usage(len(state.request.prompt), state.cached, result.prefill_cached)
         state.enter("ready", now)
-        state.handed_bytes = entry.handle.nbytes
         state.timeline |= result.timeline | {
             "wire": entry.handle.wire_s,
             "commit": now - entry.handle.changed_at,
@@ -209,6 +225,12 @@ class DecodeScheduler(UnifiedScheduler):
             spent = sum(result.timeline.get(name, 0.0) for name in ("queue", "prefill"))
             self.local.handed_over(max(0.0, now - state.entered - spent))
         self._emit(state, result.first_token, result.first_logprob, now)
+
+    def _too_early(self, state: RequestState, token: int) -> bool:
+        """Whether `token` would end an answer that has to be longer: vllm-router sends prefill `min_tokens` 1
+        in place of the client's."""
+        ends = token in self.engine.info.eos_token_ids or token in state.sampling.stop_token_ids
+        return state.direct and ends and state.produced < state.sampling.min_tokens
 
     def _published(self, state: RequestState) -> list[int]:
         return state.pages[state.cached // self.cache.pool.page_tokens :]

@@ -4,14 +4,16 @@ A request waits in the bootstrap queue until decode has said where its KV goes; 
 pages, is computed chunk by chunk, each chunk leaving while the next one is computed, and stays in
 flight until decode has confirmed. Its pages are its own until the hand-off reports `Release`.
 
-A ticket that names this leader for both halves asks for no hand-off: the prompt is computed and retained, for
-the attempt with a decode that follows (a foreign router asks prefill first).
+A request in direct mode (`RequestState.direct`) has no decode yet: any one with its claim may bind its room.
+It is computed at once, as far as half of the pool goes, and answered with its first token; the room waits for
+decode until the request's deadline. `_unbound` has these rooms.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 
 from msgspec.structs import replace
@@ -21,6 +23,7 @@ from segue.engine.pages import PagePool
 from segue.kv import (
     FAIL_ON_CONFLICT,
     OPEN_RANK,
+    BootstrapTimeout,
     Change,
     ErrorCode,
     ErrorInfo,
@@ -30,13 +33,16 @@ from segue.kv import (
     KVPoll,
     KVSender,
     LeaderId,
+    OutOfCapacity,
     Phase,
     ReadyEvent,
     Release,
     RoomKey,
+    SegueError,
     Span,
     dp_rank_conflict,
 )
+from segue.server.messages.control import Submit
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.prefill_queue import PrefillQueue
 from segue.server.schedulers.prefill_result import PrefillResult
@@ -44,6 +50,7 @@ from segue.server.schedulers.request_state import (
     RequestState,
     RoleTransfer,
     check_free,
+    claim_of,
     first_usage,
 )
 from segue.server.schedulers.retained_prompts import RetainedPrompts
@@ -51,6 +58,9 @@ from segue.server.schedulers.scheduler import Scheduler
 
 #: After these, what was computed is not to be trusted: it is computed again.
 _DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL})
+#: A room that no decode has bound for so long ends if others need what it holds. A decode that is full binds
+#: late, so it is not ended without need.
+STALE_S = 30.0
 
 
 class PrefillScheduler(Scheduler):
@@ -62,6 +72,12 @@ class PrefillScheduler(Scheduler):
         self.table: dict[RoomKey, RoleTransfer[KVSender]] = {}
         self.queue = PrefillQueue(self.cache, config.chunk_tokens)
         self.retained = RetainedPrompts()
+        #: rooms of direct mode that no decode has bound yet, the oldest first
+        self._unbound: dict[RoomKey, RoleTransfer[KVSender]] = {}
+        #: when the oldest of them may be ended for others
+        self._evict_at: float | None = None
+        #: how many of them have ended because no decode came
+        self.abandoned = 0
         self._steps: list[SequenceStep] = []
         #: of each sequence of the newest forward, when so many layers of its chunk are complete
         self._moments: dict[int, list[tuple[int, ReadyEvent]]] = {}
@@ -73,24 +89,24 @@ class PrefillScheduler(Scheduler):
         if named not in (me, LeaderId(me.incarnation, OPEN_RANK)):
             raise InvalidRequest("the ticket names another prefill replica")
         state.ticket = replace(state.ticket, prefill=me)
-        if state.ticket.decode == me:
-            if state.sampling.max_tokens != 1:
-                raise InvalidRequest("prefill alone gives one token: set max_tokens to 1")
-            self.queue.add(state)
-            return
         check_free(self.table, state.sent_as, state)
+        if state.direct:
+            state.max_tokens = state.produced + 1
+            named = LeaderId(me.incarnation, OPEN_RANK)  # decode was not told the rank
         looked_for = self._looked_for(state, named)
         sender = self.handoffs.expect(
             state.sent_as,
             len(state.prompt),
             state.deadline - now,
-            claim=state.claim,
-            decode=state.ticket.decode,
+            claim=claim_of(state.request),
+            decode=None if state.direct else state.ticket.decode,
             attempt=state.ticket.attempt,
             announce=named.is_open and looked_for != me.dp_rank,
         )
         self.table[state.sent_as] = RoleTransfer(state, sender)
         state.enter("bootstrap", now)
+        if state.direct:
+            self._add_unbound(self.table[state.sent_as], now)
         if looked_for not in (None, me.dp_rank) and self.config.dp.on_conflict == FAIL_ON_CONFLICT:
             raise dp_rank_conflict(state.ticket.room, me.dp_rank, looked_for)
 
@@ -103,6 +119,59 @@ class PrefillScheduler(Scheduler):
         if hints.force_query_prefill_dp_rank:
             dp = replace(dp, force_query=True)
         return dp.inferred(room, hints.disagg_prefill_dp_rank)
+
+    def _refused(self, submit: Submit, error: ErrorInfo) -> None:
+        ticket = submit.ticket
+        if ticket.ordinal is None:
+            return
+        key = RoomKey(ticket.room, ordinal=ticket.ordinal)
+        with suppress(SegueError):  # the room is in use: it is another request's
+            sender = self.handoffs.expect(key, 1, STALE_S, claim=claim_of(submit.request))
+            sender.abort(error)
+            sender.clear()
+
+    def _late(self, state: RequestState) -> SegueError:
+        if state.sent_as not in self._unbound:
+            return super()._late(state)
+        return BootstrapTimeout(f"no decode came for room {state.ticket.room} in the time of its request")
+
+    # ---- rooms that no decode has bound ------------------------------------------------------
+
+    def _add_unbound(self, entry: RoleTransfer[KVSender], now: float) -> None:
+        if len(self._unbound) >= self.config.limits.max_queue and not self._evict(now):
+            raise OutOfCapacity(f"{len(self._unbound)} prompts wait here for a decode instance")
+        self._unbound[entry.state.sent_as] = entry
+
+    def _evict(self, now: float) -> bool:
+        """End the oldest room that no decode has bound, if it is stale. What it holds is free soon."""
+        entry = next(iter(self._unbound.values()), None)
+        self._evict_at = None if entry is None else entry.state.entered + STALE_S
+        if entry is None or now < entry.state.entered + STALE_S:
+            return False
+        room, waited_s = entry.state.ticket.room, now - entry.state.entered
+        text = f"no decode came for room {room} within {waited_s:.1f} s, and others need what it holds"
+        del self._unbound[entry.state.sent_as]
+        entry.handle.evict(OutOfCapacity(text).info)
+        self.abandoned += 1
+        self._evict_at = None
+        return True
+
+    def _start_unbound(self, now: float) -> None:
+        """Compute prompts that no decode has bound, in their order, while they hold at most half of the pool:
+        prompts that decode has bound always find the other half."""
+        self._evict_at = None
+        pool, slots = self.cache.pool, self.cache.slots
+        held = count = 0
+        for entry in self._unbound.values():
+            state, pages = entry.state, pool.pages_for(len(entry.state.prompt))
+            if state.phase == "bootstrap" and not state.ended:
+                full = held + pages > pool.total // 2 or (slots is not None and count >= slots.total // 2)
+                if count and full:
+                    self._evict(now)
+                    return
+                state.enter("queue", now)
+                self.queue.add(state)
+            held, count = held + pages, count + 1
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
         self.queue.remove(state)
@@ -125,7 +194,7 @@ class PrefillScheduler(Scheduler):
         if not self.cache.reusable:
             return
         self.cache.remember(state, state.computed)
-        if state.result is None or state.sampling.prompt_logprobs is not None:
+        if state.result is None or state.direct or state.sampling.prompt_logprobs is not None:
             return
         whole, rest = divmod(len(state.prompt), self.cache.pool.page_tokens)
         tail = None
@@ -176,13 +245,17 @@ class PrefillScheduler(Scheduler):
         if entry is None:
             return
         state = entry.state
+        waits = isinstance(change, Phase) and change.phase is KVPoll.BOOTSTRAPPING
+        unbound = None if waits else self._unbound.pop(change.key, None)
         match change:
             case Phase(phase=KVPoll.WAITING_FOR_INPUT):
-                if not state.ended:
+                if not state.ended and state.phase == "bootstrap":
                     state.enter("queue", now)
                     if not self._resume(state, now):
                         self.queue.add(state)
             case Phase(phase=KVPoll.FAILED):
+                timeout = change.error is not None and change.error.code is ErrorCode.BOOTSTRAP_TIMEOUT
+                self.abandoned += unbound is not None and timeout
                 self.fail(state, change.error or Internal("failed without a reason").info, now)
             case Phase(phase=KVPoll.SUCCESS):
                 state.handed_bytes = entry.handle.nbytes
@@ -209,18 +282,24 @@ class PrefillScheduler(Scheduler):
     def next_deadline(self) -> float | None:
         """See `Scheduler.next_deadline`; what is retained ends in time, too."""
         ends = [end for end in (super().next_deadline(), self.retained.next_end()) if end is not None]
+        if self._evict_at is not None:
+            ends.append(self._evict_at)
         return min(ends, default=None)
 
     def advance(self, now: float) -> None:
         """Timers."""
         super().advance(now)
         self.retained.expire(now)
+        self._start_unbound(now)
 
     def plan(self, now: float) -> list[SequenceStep]:
         """The next forward: chunks of prompts whose destination is known. What was cached of a prompt leaves
         as it starts; the chunks are sent, too, and leave when the forward says that they are stored."""
         self._moments, self._steps = {}, []
-        for step in self.queue.plan(self.config.chunk_tokens, now):
+        planned = self.queue.plan(self.config.chunk_tokens, now)
+        if self.queue.short is not None:
+            self._evict(now)
+        for step in planned:
             state = self.admission.by_seq[step.seq_id]
             try:
                 self._steps.append(self._sent(step, state))
@@ -229,8 +308,6 @@ class PrefillScheduler(Scheduler):
         return self._steps
 
     def _sent(self, step: SequenceStep, state: RequestState) -> SequenceStep:
-        if self._alone(state):
-            return step
         sender, total, every = self._sender(state), self.engine.spec.layer_count, self.config.send_layers
         if 0 < step.start == state.cached:
             sender.send(Span(0, state.cached), state.pages)
@@ -265,24 +342,12 @@ class PrefillScheduler(Scheduler):
                     self.fail(state, Internal("the engine returned no first token").info, now)
                     continue
                 state.result = self._result(state, result, result.token, now)
-                if self._alone(state):
-                    self._retain(state, result, result.token, now)
-                    continue
                 self._sender(state).finish(state.result.encode())
                 self.cache.remember(state, len(state.prompt))
+                if state.direct:  # the router that has asked us hears that the prompt is computed
+                    state.usage = first_usage(len(state.request.prompt), 0, state.cached)
+                    self._emit(state, result.token, result.logprob, now)
         self._steps = []
-
-    def _alone(self, state: RequestState) -> bool:
-        """No decode takes the KV of `state` now."""
-        return state.ticket.decode == self.config.me
-
-    def _retain(self, state: RequestState, result: SequenceResult, token: int, now: float) -> None:
-        """Keep what was computed of `state` until its deadline, and answer with the first token."""
-        self._keep(state, now)
-        if state.ended:
-            return  # the engine broke
-        state.usage = first_usage(len(state.request.prompt), 0, state.cached)
-        self._emit(state, token, result.logprob, now)
 
     def _result(self, state: RequestState, result: SequenceResult, token: int, now: float) -> PrefillResult:
         state.enter("in_flight", now)
@@ -312,9 +377,15 @@ class PrefillScheduler(Scheduler):
         """Those that are still to be computed."""
         return len(state.prompt) - state.computed
 
+    @property
+    def unbound(self) -> int:
+        """Rooms of direct mode that no decode has bound."""
+        return len(self._unbound)
+
     def sizes(self) -> dict[str, int]:
         """See `Scheduler.sizes`; what is retained belongs to no request."""
-        return {**super().sizes(), "handoffs": len(self.table), "queue": len(self.queue)}
+        tables = {"handoffs": len(self.table), "queue": len(self.queue), "unbound_rooms": self.unbound}
+        return {**super().sizes(), **tables}
 
 
 def _signal(

@@ -88,21 +88,17 @@ class RequestState:
     @property
     def sent_as(self) -> RoomKey:
         """Prefill's half of the hand-off."""
-        return RoomKey(self.ticket.room)
+        return RoomKey(self.ticket.room, ordinal=self.ticket.ordinal or 0)
 
     @property
     def received_as(self) -> RoomKey:
         """Decode's half of the hand-off."""
-        return RoomKey(self.ticket.room, attempt=self.ticket.attempt)
+        return RoomKey(self.ticket.room, ordinal=self.ticket.ordinal or 0, attempt=self.ticket.attempt)
 
     @property
-    def claim(self) -> bytes:
-        """16 bytes over all that must be equal where the KV is computed and where it is used: the tokens of
-        prompt and given output, and the salt of the prefix cache. The same on every host."""
-        request = self.request
-        # The msgpack encoding of these is unique.
-        content = msgspec.msgpack.encode((request.prompt, request.output, request.cache_salt))
-        return hashlib.blake2b(content, digest_size=16).digest()
+    def direct(self) -> bool:
+        """A router has given us one half of the request, and somebody else the other one."""
+        return self.ticket.ordinal is not None
 
     def enter(self, phase: str, now: float, text: str = "") -> None:
         """Begin `phase`, of which there is `text` to say; the time spent in the last one goes into the
@@ -183,6 +179,14 @@ def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int) -> 
         prefill_cached=cached,
         computed=prompt_tokens - shared - cached,
     )
+
+
+def claim_of(request: Request) -> bytes:
+    """16 bytes over all that must be equal where the KV is computed and where it is used: the tokens of
+    prompt and given output, and the salt of the prefix cache. The same on every host."""
+    # The msgpack encoding of these is unique.
+    content = msgspec.msgpack.encode((request.prompt, request.output, request.cache_salt))
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 HandleT = TypeVar("HandleT", KVSender, KVReceiver)

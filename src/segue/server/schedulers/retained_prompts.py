@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from segue.engine.engine_api import HostPages
 from segue.engine.request import Request
 from segue.server.schedulers.prefill_result import PrefillResult
-from segue.server.schedulers.request_state import RequestState
+from segue.server.schedulers.request_state import RequestState, claim_of
 
 MAX_ENTRIES = 256
 MAX_BYTES = 64 * 2**20
@@ -93,7 +93,7 @@ class RetainedPrompts:
 
 
 def _key(state: RequestState) -> tuple[bytes, int]:
-    return (state.claim, state.sampling.seed)
+    return (claim_of(state.request), state.sampling.seed)
 
 
 def _same(retained: Request, asked: Request) -> bool:

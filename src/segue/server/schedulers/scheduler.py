@@ -65,6 +65,7 @@ class Scheduler(ABC):
             self.engine.open(state.seq_id, request.prompt, request.sampling, request.output)
         except SegueError as error:
             self.admission.refuse(origin, request.request_id, error.info, now, submit.ticket)
+            self._refused(submit, error.info)
             return
         self.admission.add(state)
         try:
@@ -75,6 +76,10 @@ class Scheduler(ABC):
     @abstractmethod
     def _admit(self, state: RequestState, now: float) -> None:
         """Where a new request goes. Raises a SegueError to refuse it."""
+
+    @abstractmethod
+    def _refused(self, submit: Submit, error: ErrorInfo) -> None:
+        """A request was not taken: tell whoever has its other half, if no placer does."""
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -177,9 +182,12 @@ class Scheduler(ABC):
     def advance(self, now: float) -> None:
         """What time brings: every request whose deadline has passed fails, whatever it waits for."""
         while (state := self.admission.next_late(now)) is not None:
-            budget_s = state.deadline - state.entered
-            late = DeadlineExceeded(f"not finished within {budget_s:.1f} s; it was in phase {state.phase!r}")
-            self.fail(state, late.info, now)
+            self.fail(state, self._late(state).info, now)
+
+    def _late(self, state: RequestState) -> SegueError:
+        """What a request fails with whose deadline has passed."""
+        budget_s = state.deadline - state.entered
+        return DeadlineExceeded(f"not finished within {budget_s:.1f} s; it was in phase {state.phase!r}")
 
     @abstractmethod
     def on_change(self, change: Change, now: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from segue.engine.engine_api import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.kv import Change, ErrorInfo, Internal, InvalidRequest
+from segue.server.messages.control import Submit
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.prefill_queue import PrefillQueue
 from segue.server.schedulers.request_state import RequestState, first_usage
@@ -38,6 +39,9 @@ class UnifiedScheduler(Scheduler):
         if state.ticket.decode != self.config.me:
             raise InvalidRequest("the ticket names another instance")
         self.queue.add(state)
+
+    def _refused(self, submit: Submit, error: ErrorInfo) -> None:
+        """There is no other half."""
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
         self.queue.remove(state)

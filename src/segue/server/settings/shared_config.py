@@ -92,8 +92,8 @@ class LimitsConfig:
     def limits(self) -> Limits:
         """These bounds with those that are not settings."""
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        # Log-probabilities of a prompt travel with its KV.
-        return Limits(max_metadata_bytes=32 * 2**20, **settings)
+        # Log-probabilities of a prompt travel with its KV. Both halves of a request are posted at once.
+        return Limits(max_metadata_bytes=32 * 2**20, early_wait_s=10.0, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
