@@ -14,8 +14,8 @@ import pytest
 from segue.cli.commands import sim
 from segue.kv.errors import ConfigError
 
-#: Of these seeds a fault struck; each has 10 hand-offs.
-STRUCK, BROKEN = {2, 3, 5}, {3, 5}
+#: These seeds have a fault; each has 10 hand-offs.
+FAULTED, BROKEN = {2, 3, 5}, {3, 5}
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     found: list[tuple[Any, ...]] = []
 
     def load(seed: int, only: str = "") -> Any:
-        return SimpleNamespace(seed=seed, only=only, faults=[], requests=[])
+        return SimpleNamespace(seed=seed, only=only, faults=[], requests=[], rooms=[])
 
     def run_scenario(scenario: Any, *, check_every: int, timeline: bool = False) -> Any:
         found.append(("shown" if timeline else "run", scenario.seed, scenario.only, check_every))
@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         return SimpleNamespace(
             seed=seed,
             counts={"hand-offs": 10, "kills": seed},
-            under_faults=10 if seed in STRUCK else 0,
+            under_faults=10 if seed in FAULTED else 0,
             events=100,
             virtual_s=1800.0,
             failed=seed in BROKEN,
@@ -85,7 +85,7 @@ def test_seeds_are_run_until_what_was_asked_for_is_there(
     result = json.loads(file.read_text())
     assert (result["first_seed"], result["seeds"]) == (ran[0], len(ran))
     assert (result["hand_offs"], result["events"]) == (10 * len(ran), 100 * len(ran))
-    assert result["hand_offs_under_faults"] == 10 * len(STRUCK & set(ran))
+    assert result["hand_offs_under_faults"] == 10 * len(FAULTED & set(ran))
     assert (result["virtual_hours"], result["counts"]["kills"]) == (len(ran) / 2, sum(ran))
     assert result["failed_seeds"] == [seed for seed in ran if seed in BROKEN]
     assert result["broken_rules"] == ({"a rule": len(BROKEN & set(ran))} if status else {})

@@ -41,6 +41,10 @@ class ReadyEvent:
         self._ended = False
         self._then: deque[Callable[[], object]] = deque()
 
+    def __repr__(self) -> str:
+        # Without an address: events are written into logs and into the simulator's digest of a run.
+        return f"ReadyEvent({self.number})"
+
     def signal(self, wait: Callable[[], object] | None = None) -> None:
         """The KV is complete now; or, with `wait`, once that returns: it is called on another thread, and
         blocks until then (`torch.cuda.Event.synchronize`). If it raises, the chunk fails. From any thread;

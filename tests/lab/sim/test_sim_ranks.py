@@ -35,28 +35,28 @@ def calm(leaders: int) -> Scenario:
     raise AssertionError("there is none")
 
 
-def struck(kind: str, role: Role, *, workers: bool, amount: int = 1) -> Outcome:
+def with_fault(kind: str, role: Role, *, workers: bool, amount: int = 1) -> Outcome:
     """What comes of one fault at an instance of several ranks."""
     scenario = replace(calm(1), splits=(EQUAL, UNEQUAL[0])[workers], workers=workers)
     node = next(node.name for node in scenario.nodes if node.role is role)
     fault = Fault("f0", kind, 0.1, node, seconds=0.3, amount=amount)
     outcome = run_scenario(replace(scenario, features=frozenset({kind}), faults=[fault]))
     assert not outcome.failed, outcome.text
-    assert outcome.struck[kind] == 1
+    assert outcome.injected[kind] == 1
     return outcome
 
 
 @pytest.mark.parametrize("workers", [False, True])
 def test_what_a_rank_has_stored_that_carried_out_another_order_reaches_no_client(workers: bool) -> None:
-    """Its replica ends with a typed error, and another life of it serves who comes then."""
+    """Its replica ends with a typed error, and another incarnation of it serves later requests."""
     for amount in (0, 1):
-        outcome = struck("rank diverges", Role.PREFILL, workers=workers, amount=amount)
+        outcome = with_fault("rank diverges", Role.PREFILL, workers=workers, amount=amount)
         assert outcome.counts["ranks that diverged"] == 1
         assert outcome.counts["done"] > 0
 
 
 def test_a_rank_that_is_late_for_less_than_a_silence_costs_nobody_his_answer() -> None:
-    outcome = struck("rank late", Role.PREFILL, workers=True)
+    outcome = with_fault("rank late", Role.PREFILL, workers=True)
     assert outcome.counts["done"] == outcome.counts["succeeded"] > 0
 
 

@@ -1,4 +1,4 @@
-"""The registry of a deployment in virtual time: what strikes it, and what is checked."""
+"""The registry of a deployment in virtual time: its faults and its checks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_while_the_registry_is_in_trouble_those_who_know_each_other_go_on(kind: 
     outcome = run_scenario(scenario)
     assert not outcome.failed, outcome.text
     assert outcome.counts["done"] == 5
-    assert outcome.struck == {f"registry {kind}": 1}
+    assert outcome.injected == {f"registry {kind}": 1}
 
 
 def test_every_trouble_of_a_seed_is_one_that_something_brings() -> None:
@@ -69,7 +69,7 @@ def test_the_query_of_a_watcher_that_has_just_died_may_still_wait(kind: str) -> 
     scenario.requests[-1].at = 45.0
     outcome = run_scenario(scenario)
     assert not outcome.failed, outcome.text
-    assert outcome.struck[kind] == 1
+    assert outcome.injected[kind] == 1
 
 
 def test_a_registry_that_forgets_too_early_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def test_whoever_says_of_a_living_one_that_it_was_restarted_is_found_out():
     pair.run(1.0)
     session = pair.a.session(pair.b)
     pair.world.after(0.0, pair.a, pair.a.loop.enter, session.close, PeerRestarted("it is another one now"))
-    with pytest.raises(Violation, match=r"\[13\] a says that .* was restarted, which lives"):
+    with pytest.raises(Violation, match=r"\[13\] a says that .* was restarted, but it was not"):
         pair.run(1.0)
 
 

@@ -153,18 +153,18 @@ def test_what_only_every_turn_shows_is_seen_at_every_turn() -> None:
     assert looks[1] - looks[8] == turns[0] - turns[0] // 8
 
 
-def test_hand_offs_count_as_under_faults_only_where_a_fault_struck() -> None:
+def test_hand_offs_count_as_under_faults_only_in_seeds_with_a_fault() -> None:
     calm = next(s for s in range(200) if not make_scenario(s).faults)
-    struck = next(s for s in range(200) if "break" in make_scenario(s).features)
+    broken = next(s for s in range(200) if "break" in make_scenario(s).features)
     assert run_scenario(load(calm)).under_faults == 0
-    outcome = run_scenario(load(struck))
-    assert outcome.struck
+    outcome = run_scenario(load(broken))
+    assert outcome.injected
     assert outcome.under_faults == outcome.counts["hand-offs"] > 0
 
 
 def test_every_feature_is_drawn_and_every_fault_strikes() -> None:
     features: Counter[str] = Counter()
-    struck: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     drawn: Counter[str] = Counter()
     for seed in range(400):
         scenario = make_scenario(seed)
@@ -173,9 +173,9 @@ def test_every_feature_is_drawn_and_every_fault_strikes() -> None:
     assert set(features) == ALL_FEATURES
     for seed in range(120):
         # Those that have run already cost nothing; of the others only who draws what is still missing.
-        if seed in SMALL_PART or {fault.kind for fault in make_scenario(seed).faults} - set(struck):
-            struck.update(outcome_of(seed).struck)
-    assert set(drawn) == set(struck)
+        if seed in SMALL_PART or {fault.kind for fault in make_scenario(seed).faults} - set(seen):
+            seen.update(outcome_of(seed).injected)
+    assert set(drawn) == set(seen)
 
 
 def digest_in_a_process(seed: int, hash_seed: str) -> str:
@@ -265,7 +265,7 @@ def test_flags_that_mean_nothing_are_refused(flags: list[str]) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_a_million_hand_offs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """So many under faults: those of seeds in which none struck are run, and counted beside them.
+    """So many under faults: those of seeds without a fault are run, and counted separately.
 
     In a process of its own: what hours of other tests leave on the heap makes every collection longer.
     """

@@ -324,16 +324,16 @@ def fails(stage: Stage, code: ErrorCode, text: str = "?") -> None:
     stage.checks.effect(stage.decode, events.HandoffPhase(stage.transfer, F, error=error))
 
 
-def lost_where_nothing_struck(stage: Stage) -> None:
+def lost_without_a_fault(stage: Stage) -> None:
     placed(stage)
     elsewhere = FrontNode(stage.deployment.state, stage.deployment.causes, stage.checks.answers, 9, 0)
-    stage.deployment.causes.struck("broken", stage.prefill, elsewhere)
-    stage.deployment.causes.struck("killed", elsewhere)
+    stage.deployment.causes.record("broken", stage.prefill, elsewhere)
+    stage.deployment.causes.record("killed", elsewhere)
     fails(stage, ErrorCode.PEER_LOST)
 
 
 def lost_long_after(stage: Stage) -> None:
-    stage.deployment.causes.struck("broken", stage.prefill, stage.decode)
+    stage.deployment.causes.record("broken", stage.prefill, stage.decode)
     stage.deployment.world.now += 100.0
     placed(stage)
     fails(stage, ErrorCode.PEER_LOST)
@@ -341,13 +341,13 @@ def lost_long_after(stage: Stage) -> None:
 
 def failed_by_what_gives_another_code(stage: Stage) -> None:
     placed(stage)
-    stage.deployment.causes.struck("slow link", stage.prefill, stage.decode, seconds=3.0)
+    stage.deployment.causes.record("slow link", stage.prefill, stage.decode, seconds=3.0)
     fails(stage, ErrorCode.TRANSFER_FAILED)
 
 
 def late_before_its_time(stage: Stage) -> None:
     placed(stage)
-    stage.deployment.causes.struck("paused", stage.decode)
+    stage.deployment.causes.record("paused", stage.decode)
     stage.deployment.world.now += 1.0
     fails(stage, ErrorCode.DEADLINE_EXCEEDED)
 
@@ -626,7 +626,7 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("7", commits_metadata_of_another_prompt),
     ("7", answers_from_spoiled_metadata),
     ("12", unspoiled_metadata_refused),
-    ("12", lost_where_nothing_struck),
+    ("12", lost_without_a_fault),
     ("12", lost_long_after),
     ("12", failed_by_what_gives_another_code),
     ("12", late_before_its_time),
@@ -677,7 +677,7 @@ def test_what_has_a_cause_is_none() -> None:
     """A break of its own two halves explains a lost peer, and what follows from that is explained with it."""
     stage = Stage()
     placed(stage)
-    stage.deployment.causes.struck("broken", stage.prefill, stage.decode)
+    stage.deployment.causes.record("broken", stage.prefill, stage.decode)
     fails(stage, ErrorCode.PEER_LOST)
     chained = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, text="?", room=stage.transfer.room)
     assert stage.deployment.causes.unexplained(chained, (stage.transfer.room,)) == ""

@@ -79,10 +79,10 @@ def sim(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     worked = [f"  {name}: {count}" for name, count in sorted(counts.items()) if name.startswith("room rule")]
     if worked:
-        print("\n".join(["rules of rooms that were at work, and how often:", *worked]))
+        print("\n".join(["rules of rooms and their uses:", *worked]))
     print(
         f"{result['seeds']} seeds, {events} events, {counts['hand-offs']} hand-offs ({under_faults} of them "
-        f"in seeds that a fault struck), {virtual_s / 3600:.1f} virtual hours in {took_s:.1f} s "
+        f"in seeds with a fault), {virtual_s / 3600:.1f} virtual hours in {took_s:.1f} s "
         f"({cpu_s:.1f} s of CPU time): {counts['hand-offs'] / cpu_s:.0f} hand-offs per CPU second, "
         f"{len(failed)} seeds broke an invariant"
     )
@@ -90,7 +90,7 @@ def sim(args: argparse.Namespace) -> int:
 
 
 def _show(seed: int, only: str, outcome: Outcome, check_every: int) -> None:
-    """The smallest version of a failure that can be found, its timeline and its replay command."""
+    """Print the smallest version of a failure, its timeline and its replay command."""
     whole = load(seed)
     small = load(seed, only)
     if not only:
@@ -107,7 +107,7 @@ def _show(seed: int, only: str, outcome: Outcome, check_every: int) -> None:
     for wanted in small.requests[:20]:
         print(f"  request {wanted}")
     print(f"features: {', '.join(outcome.features)}")
-    # A long run may go on for hours, into a file: its first failure is told at once.
+    # A long run may take hours, with its output in a file: print its first failure at once.
     print(f"replay: {replay_command(small, whole, check_every)}", flush=True)
 
 

@@ -16,7 +16,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--under-faults",
         action="store_true",
-        help="towards --hand-offs, count only seeds that a fault struck",
+        help="towards --hand-offs, count only seeds with a fault",
     )
     command.add_argument(
         "--check-every",

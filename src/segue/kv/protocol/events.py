@@ -492,11 +492,9 @@ class Turn:
 
 
 def refusal(event: Event, error: ErrorInfo) -> list[Effect]:
-    """What to report when `Exchange.handle` refused `event`: a half that was not opened has failed.
-
-    Handles hear of it like of any other end; without it their engine would wait for a hand-off that
-    does not exist. Raises `error` again for every other event: only opening can be refused.
-    """
+    """The effects of an `event` that `Exchange.handle` refused: a half that was not opened has failed.
+    Handles get it like any other end; without it their engine would wait for a hand-off that does not exist.
+    Raises `error` again for every other event: only opening can be refused."""
     if not isinstance(event, ExpectRoom | OpenReceiver):
         raise error.exception()
     return [Phase(event.key, KVPoll.FAILED, error=error), Release(event.key)]

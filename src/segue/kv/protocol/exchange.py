@@ -170,7 +170,7 @@ class Exchange:
 
     @property
     def decided(self) -> list[Effect]:
-        """What the last `handle` had decided before it raised; nothing if it refused its event."""
+        """The effects that the last `handle` had decided before it raised; none if it refused its event."""
         return self._turn.effects
 
     def next_deadline(self) -> float | None:
@@ -186,8 +186,8 @@ class Exchange:
         return ended.phase if ended is not None and ended.opened else None
 
     def transfer_of(self, peer: LeaderId, epoch: int) -> TransferId | None:
-        """Which live transfer with `peer` writes under `epoch`; None if it is over or never was. Decode's own
-        ranks write as well, under its epochs."""
+        """The live transfer with `peer` that writes under `epoch`; None if it has ended or never existed.
+        Decode's own ranks write under its epochs as well."""
         decode = self._local.me if self._local.role is Role.DECODE else peer
         machine = self._epochs.get((decode, epoch))
         return machine.transfer if machine is not None and peer in (decode, machine.peer) else None
@@ -248,7 +248,7 @@ class Exchange:
     # ---- what rooms and receivers need (MachineHost) -----------------------------------------------
 
     def args(self, transfer: TransferId, peer: LeaderId, prompt_tokens: int, deadline: float) -> MachineArgs:
-        """What a machine of `transfer` begins with."""
+        """The arguments of a new machine of `transfer`."""
         return MachineArgs(
             self._local,
             self._turn,
@@ -273,7 +273,7 @@ class Exchange:
         self._report(owner, start)
 
     def epoch_owner(self, decode: LeaderId, epoch: int) -> Machine | None:
-        """Whose writes carry this epoch of `decode`."""
+        """The machine whose writes carry this epoch of `decode`."""
         return self._epochs.get((decode, epoch))
 
     def new_epoch(self) -> int:
@@ -355,7 +355,7 @@ class Exchange:
             self.tell(machine, Tick())
 
     def tell(self, machine: Machine, event: object) -> bool:
-        """As `run`, where an illegal event is nobody's mistake here: False if it is one (by now)."""
+        """Like `run`, for events that may be late: False if the event is illegal (by now)."""
         try:
             self.run(machine, event)
         except IllegalEvent:

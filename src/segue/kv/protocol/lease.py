@@ -1,8 +1,8 @@
-"""Who may touch a hand-off's pages, and when that ends.
+"""The access to a hand-off's pages, and its end.
 
-The state of a machine says it (`Machine.STATES`); there is no second book of it. `LEASE_TABLE` is what every
-row of both machines' tables must agree with (a test compares them): no way leads from pages that somebody
-else may touch to free ones but completion or proof, and none out of `RELEASED`.
+The state of a machine determines it (`Machine.STATES`); there is no second record. A test compares every row
+of both machines' tables with `LEASE_TABLE`: shared pages become free only by completion or proof, and
+`RELEASED` is final.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 
 class Lease(enum.StrEnum):
-    """Who may touch the pages. `HELD`: nobody but their engine. `PUBLISHED`: also the peer, or our own
-    transport. `QUARANTINED`: these perhaps still, though the hand-off has failed. `RELEASED`: the engine
-    alone."""
+    """The access to a hand-off's pages. `HELD`: their engine only. `PUBLISHED`: also the peer, or our own
+    transport. `QUARANTINED`: these possibly still, although the hand-off has failed. `RELEASED`: the engine
+    only."""
 
     HELD = "HELD"
     PUBLISHED = "PUBLISHED"

@@ -48,13 +48,13 @@ def writes(
     pairs: Collection[tuple[int, int]],
     relays: Collection[tuple[int, int, int]],
 ) -> list[tuple[RankId, RankId]]:
-    """Which rank writes to which one, by the `pairs` and `relays` of a plan."""
+    """The writes between ranks, by the `pairs` and `relays` of a plan."""
     found = [(RankId(prefill, source), RankId(decode, target)) for source, target in pairs]
     return found + [(RankId(decode, target), RankId(decode, other)) for _, target, other in relays]
 
 
 def partners(me: LeaderId, written: Collection[tuple[RankId, RankId]]) -> dict[int, tuple[RankId, ...]]:
-    """Of each of our ranks those that it writes to, or that write to it, each once."""
+    """For each of our ranks: the ranks that it writes to, or that write to it, each once."""
     found: dict[int, dict[RankId, None]] = {}
     for writer, reader in written:
         if writer.leader == me:
@@ -65,7 +65,7 @@ def partners(me: LeaderId, written: Collection[tuple[RankId, RankId]]) -> dict[i
 
 
 def make_link(local: LocalLeader, event: PeerUp, transport: str) -> PeerLink:
-    """What we can do with this peer."""
+    """The link to this peer."""
     plan, me = event.plan, local.me
     prefill, decode = (me, event.peer) if local.role is Role.PREFILL else (event.peer, me)
     written = writes(prefill, decode, plan.pairs, plan.relays)

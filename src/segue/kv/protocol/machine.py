@@ -1,4 +1,4 @@
-"""What both halves of a hand-off have in common; who may end one, and what proves that memory is free again.
+"""The common part of both halves of a hand-off; who may end one, and the proof that memory is free again.
 
 **A machine** is a table, `TABLE`: state × class of event → a handler, and the next state. `FOLLOWS` has the
 states that are left without an event: as soon as their condition holds, the step beside it is taken.
@@ -125,9 +125,9 @@ class End(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MachineArgs:
-    """What a machine knows from its beginning. `link` is the session to `peer`, if there is one;
-    `deadline` is in seconds of the caller's clock; `new_epoch` makes a number that no hand-off has had;
-    `due` is called when the deadline has passed."""
+    """The arguments of a new machine. `link` is the session to `peer`, if there is one; `deadline` is in
+    seconds of the caller's clock; `new_epoch` makes a number that no hand-off has had; `due` is called when
+    the deadline has passed."""
 
     local: LocalLeader
     turn: Turn
@@ -201,12 +201,12 @@ class Machine:
 
     @property
     def phase(self) -> KVPoll:
-        """What `poll` answers."""
+        """The answer to `poll`."""
         return self.STATES[self.state][0]
 
     @property
     def lease(self) -> Lease:
-        """Who may touch the pages."""
+        """The access to the pages."""
         return self.STATES[self.state][1]
 
     @property
@@ -276,7 +276,7 @@ class Machine:
         )
 
     def deadline_error(self) -> ErrorInfo:
-        """What a passed deadline means in this phase."""
+        """The error of a deadline that passes in this phase."""
         text = f"the deadline passed in {self.phase.name} after {self.turn.now - self.opened_at:.3f} s"
         return self.problem(DeadlineExceeded, text)
 
@@ -305,7 +305,7 @@ class Machine:
                 self.emit(Fence(self.transfer, rank, other, self.epoch))
 
     def end(self, error: ErrorInfo, end: End) -> None:
-        """What every failure does: it is remembered, and the engine and the peer are told."""
+        """End with `error`: record it, and inform the engine and the peer."""
         self.error = error
         self.ended_by_peer = end is End.BY_PEER
         self.emit(HandoffPhase(self.transfer, KVPoll.FAILED, error=error))

@@ -32,7 +32,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a leader says of its replica when a session opens; the payload of `SessionHello` / `Welcome`.
+    """A leader's description of its replica when a session opens; the payload of `SessionHello` / `Welcome`.
 
     `model` is a fingerprint of configuration and weights: KV of another model is never accepted.
     `ranks` are the pools in rank order, `endpoints` maps a transport's name to one opaque

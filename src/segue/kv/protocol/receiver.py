@@ -68,7 +68,7 @@ _S = ReceiverState
 
 @dataclass(frozen=True, slots=True)
 class DestinationTerms:
-    """What `Destination` says beside the pages; see there."""
+    """The fields of `Destination` besides the pages; see there."""
 
     claim: bytes = b""
     inferred: bool = False
@@ -96,14 +96,14 @@ class ReceiverMachine(Machine):
 
     @property
     def tally(self) -> Tally:
-        """What has arrived; there is one once pages are published."""
+        """The chunks that have arrived; exists once pages are published."""
         if self._tally is None:
             raise Internal("nothing was published yet")
         return self._tally
 
     @property
     def _first_token(self) -> int:
-        """Of the prompt the first token in `pages`."""
+        """The prompt's first token in `pages`."""
         page = self.plan.target_page_tokens
         return self.prefix_tokens // page * page
 
@@ -234,7 +234,7 @@ class ReceiverMachine(Machine):
         return True
 
     def _verified(self, event: ChecksumReady) -> None:
-        """What a landed chunk's checksum is. Raises ChecksumMismatch."""
+        """Check the checksum of a landed chunk. Raises ChecksumMismatch."""
         message = self.asked(self.tally.unverified, event.rank, event.tag)
         self.tally.check(message, event.rank, self.checked(event))
         if event.rank == message.target:

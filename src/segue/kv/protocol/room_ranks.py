@@ -1,8 +1,6 @@
-"""Which DP rank of a prefill instance has a room: what the instance declares, and what follows from it.
-
-Both sides ask the same function, so that prefill knows what decode can infer: only what decode cannot is
-registered. Nobody guesses.
-"""
+"""The DP rank of a prefill instance that owns a room: the instance's declaration, and the rule that follows.
+Both sides call the same function, so prefill knows what decode can infer: only the rest is registered. No
+side guesses."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
     on_conflict: str = REDIRECT_ON_CONFLICT
 
     def inferred(self, room: int, hint: int | None = None) -> int | None:
-        """Where decode looks for `room` if its ticket does not say it; see `resolve_prefill_dp_rank`."""
+        """The rank that decode tries for `room` if its ticket names none; see `resolve_prefill_dp_rank`."""
         return resolve_prefill_dp_rank(
             room=room,
             dp_size=self.size,
@@ -75,7 +73,7 @@ def resolve_prefill_dp_rank(
     ticket_rank: int | None = None,
     request_rank: int | None = None,
 ) -> int | None:
-    """Which DP rank of prefill owns `room`; None if only the bootstrap registry knows it.
+    """The DP rank of prefill that owns `room`; None if only the bootstrap registry knows it.
 
     In this order: the ticket; the request (`disagg_prefill_dp_rank`); the only rank there is;
     `room % dp_size` if prefill declares that it follows the room and `force_query`

@@ -1,7 +1,7 @@
 """Prefill's rooms: an engine opens one for a request before it knows decode; a destination binds it.
 
-`TABLE` says what each message of decode does in each state of a room. `UNKNOWN` and `PARKED` come before the
-engine's `ExpectRoom`, `CLOSED` after its one terminal event.
+`TABLE` has the handler of each message of decode in each state of a room. `UNKNOWN` and `PARKED` come before
+the engine's `ExpectRoom`, `CLOSED` after its one terminal event.
 
 - A destination binds a room if it passes every check (`_bind`: leader, claim, session, copy plan, pages). One
   that fails leaves the room open, and gets `Failed` and `Gone`.
@@ -117,7 +117,7 @@ class MachineHost(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Parked(Generic[Word]):
-    """A word of decode that waits; `timer.at` is its own deadline."""
+    """A waiting message of decode; `timer.at` is its own deadline."""
 
     peer: LeaderId
     message: Word
@@ -125,7 +125,7 @@ class Parked(Generic[Word]):
 
     @property
     def pages(self) -> int:
-        """Page ids in it."""
+        """The number of page ids in the message."""
         return len(self.message.pages) if isinstance(self.message, Destination) else 0
 
 
@@ -136,7 +136,7 @@ AnyParked = Parked[Destination] | Parked[Declined]
 class Room:
     """One request's prefill half, as its engine knows it. `pages` and `slot` are the newest that the engine
     named, `spans` its whole chunks and when each is complete, `partial` the layers of the chunk after them.
-    From the engine's request on `timer` is due at `until`; before that what waits has timers of its own."""
+    From the engine's request on `timer` is due at `until`; before that each parked message has a timer."""
 
     key: RoomKey
     state: RoomState = _S.PARKED
@@ -144,6 +144,7 @@ class Room:
     timer: DeadlineEntry | None = None
     parked: dict[TransferId, Parked[Destination]] = field(default_factory=dict)
     declined: dict[TransferId, Parked[Declined]] = field(default_factory=dict)
+    #: the registry is asked for the room's DP rank; only while the room is parked
     asked: bool = False
     expected: ExpectRoom | None = None
     opened_at: float = 0.0
@@ -203,7 +204,7 @@ class Rooms:
         #: the closed ones whose pages are free, the oldest first, and how many are open
         self._closed: dict[RoomKey, None] = {}
         self.open = 0
-        #: what waits, by whose it is, and in all; and page ids in it
+        #: waiting messages by decode leader; their number, and the number of their page ids
         self._parked_of: dict[LeaderId, dict[AnyParked, None]] = {}
         self.parked = 0
         self.parked_pages = 0
@@ -229,7 +230,7 @@ class Rooms:
             self._close(room, error, tell=False)
 
     def _given_up(self, event: ExpectRoom, declined: list[Parked[Declined]]) -> ErrorInfo | None:
-        """Why decode will not bind the room: it has ended its half before ours began."""
+        """The reason why decode will not bind the room: it has ended its half before ours began."""
         if event.decode is not None and not event.retain_s:
             ended = self._tombstones.ended.get(self._placed(event, event.decode))
             if ended is not None and ended.error is not None:
@@ -239,7 +240,7 @@ class Rooms:
 
     @staticmethod
     def _may_decline(opened: ExpectRoom, peer: LeaderId, message: Declined) -> bool:
-        """Whether this leader's word ends the room: it knows the claim, and speaks of no earlier attempt."""
+        """Whether this leader's message ends the room: it knows the claim and concerns no older attempt."""
         placed = opened.decode is None or (
             opened.decode == peer and message.transfer.attempt >= opened.attempt
         )
@@ -401,8 +402,8 @@ class Rooms:
             handler(self, room, event.peer, message)
 
     def settles_doubt(self, message: HandoffMessage) -> bool:
-        """Whether `message` tells how an attempt ended that another one is to replace. False if a machine has
-        to look at it, too."""
+        """Whether `message` is the end of an attempt that another one is to replace. False if a machine must
+        handle it, too."""
         room = self.rooms.get(message.transfer.sent_as)
         if room is None or room.doubt != message.transfer:
             return False
@@ -477,7 +478,7 @@ class Rooms:
     # ---- parking ---------------------------------------------------------------------------------
 
     def _early(self, room: Room | None, peer: LeaderId, message: Destination | Declined) -> None:
-        """Keep a word until its room is expected; refuse a destination where the bounds are reached."""
+        """Keep a message until its room is expected; refuse a destination beyond the limits."""
         transfer = message.transfer
         if room is not None and transfer in room.parked:
             self._counters["repeats"] += 1
@@ -498,7 +499,7 @@ class Rooms:
             self._turn.emit(AskRoom(room.key, waiting.timer.at - self._turn.now))
 
     def _has_place(self, peer: LeaderId, message: Destination | Declined) -> bool:
-        """Whether one more word of this leader may wait; a destination that may not is refused."""
+        """Whether one more message of this leader may wait; a destination that may not is refused."""
         problem = self._no_place(peer, len(message.pages) if isinstance(message, Destination) else 0)
         if problem:
             self._counters["early_refused"] += 1
@@ -542,11 +543,11 @@ class Rooms:
         return parked
 
     def _take(self, table: dict[TransferId, Parked[Word]]) -> list[Parked[Word]]:
-        """All that waits in `table`, which is empty then."""
+        """Take all messages out of `table`."""
         return [parked for transfer in list(table) if (parked := self._unpark(table, transfer))]
 
     def _void(self, room: Room, transfer: TransferId, error: ErrorInfo) -> bool:
-        """A destination that waits binds nothing any more, and its peer knows; False if none does."""
+        """Drop a waiting destination whose peer knows that it is void; False if there is none."""
         parked = self._unpark(room.parked, transfer)
         if parked is not None:
             self._tombstones.add_unopened(transfer, error, ended_by_peer=True, until=parked.timer.at)
@@ -590,7 +591,7 @@ class Rooms:
         self._replay(room, machine)
 
     def _accepted(self, room: Room, peer: LeaderId, message: Destination) -> SenderMachine | None:
-        """The machine of a destination that is right; of another one None, and it is refused."""
+        """The machine of a valid destination; an invalid one is refused, and gives None."""
         try:
             return self._checked(room, peer, message)
         except SegueError as error:
@@ -602,7 +603,7 @@ class Rooms:
         return None
 
     def _checked(self, room: Room, peer: LeaderId, message: Destination) -> SenderMachine:
-        """The machine of a destination, whoever may bind. Raises what is wrong with it."""
+        """The machine of a destination, of any leader. Raises the fault of an invalid one."""
         opened = room.opened
         if not hmac.compare_digest(opened.claim, message.claim):
             raise MetadataMismatch(
@@ -616,7 +617,7 @@ class Rooms:
         return SenderMachine(args, message)
 
     def _replay(self, room: Room, machine: SenderMachine) -> None:
-        """Give the binding what the engine has sent. The newest pages hold every earlier span."""
+        """Give the binding all that the engine has sent. The newest pages hold every earlier span."""
         prompt = room.opened.prompt_tokens
         sent: list[SendChunk | SendMetadata | None] = [
             SendChunk(room.key, span, room.pages, room.slot if span.end == prompt else None, ready=ready)
@@ -694,7 +695,7 @@ class Rooms:
         for waiting in self._take(room.parked):
             self._refuse(waiting.peer, waiting.message.transfer, error)
 
-    # ---- what a binding says -----------------------------------------------------------------------
+    # ---- phases of a binding -----------------------------------------------------------------------
 
     def on_phase(self, room: Room, effect: HandoffPhase) -> None:
         """The room's machine has entered a phase."""
@@ -712,7 +713,7 @@ class Rooms:
                 pass
 
     def _committed(self, room: Room, effect: HandoffPhase) -> None:
-        """Decode has it all: who waited to replace it gets `Gone`."""
+        """Decode has the whole KV: attempts that wait to replace it get `Gone`."""
         room.machine, room.doubt, room.success = None, None, effect
         taken = TransferFailed(f"an earlier attempt at room {room.key.room} has succeeded")
         self._refuse_waiting(room, taken.info)
@@ -744,7 +745,7 @@ class Rooms:
     # ---- sessions and time -------------------------------------------------------------------------
 
     def peer_down(self, event: PeerDown) -> None:
-        """Before the machines hear of it. Destinations of this peer that wait are void; a room that was
+        """Handle the end of a peer before the machines do. Its waiting destinations are void; a room that was
         placed for it alone fails."""
         for parked in list(self._parked_of.get(event.peer, ())):
             transfer = parked.message.transfer
@@ -780,8 +781,7 @@ class Rooms:
 
     def _close(self, room: Room, error: ErrorInfo | None, *, tell: bool = True) -> None:
         """The room's one end: SUCCESS if decode has committed, else FAILED with `error`. With `tell` the
-        decode leader that it was placed for hears of the failure."""
-        self._settle(room)
+        decode leader that it was placed for learns of the failure."""
         room.state, room.machine, room.doubt = _S.CLOSED, None, None
         self.open -= 1
         success = room.success
@@ -837,7 +837,7 @@ class Rooms:
         del self.rooms[room.key]
 
     def problems(self) -> list[str]:
-        """Every rule that does not hold, in words."""
+        """Violated invariants, as texts."""
         found, rooms = [], list(self.rooms.values())
         for room in rooms:
             if (room.machine is not None) != (room.state is _S.BOUND):

@@ -315,7 +315,7 @@ class SenderMachine(Machine):
             self.deadline = min(self.deadline, self.turn.now + REASON_WAIT_S)
 
     def _summed(self, event: ChecksumReady) -> None:
-        """What a chunk's checksum is. Raises why there is none."""
+        """Record the checksum of a chunk. Raises the reason if there is none."""
         pair, write = self.asked(self._reading, event.rank, event.tag)
         write.checksum = self.checked(event)
         write.summed = True

@@ -1,4 +1,4 @@
-"""What must be true of an exchange's tables at any time, looked at as a whole."""
+"""The invariants of an exchange's tables as a whole."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Who has reported, as a set compared with the plan, never a count: `Tally` of what has arrived at the
-receiver, `Fences` of what has been answered when an epoch ends.
+"""Reports as sets that are compared with the plan, never as counts: `Tally` of the chunks that have arrived
+at the receiver, `Fences` of the answers when an epoch ends.
 
 Each planned (source, target) pair must report chunks that cover `[prefix, prompt)` without a gap or an
 overlap and end with its final marker; the chunks of all pairs must be the same ones, since each source sends
@@ -18,7 +18,7 @@ from segue.kv.protocol.messages import ChunkPosted, Metadata
 
 
 class Tally:
-    """What of one hand-off has arrived. `pending` holds the (source rank, target rank) of which not all has:
+    """The arrived parts of one hand-off. `pending` holds the (source rank, target rank) of which not all has:
     at first those of all pairs and relays of the plan. `unverified` has the chunks whose bytes are being
     read, by rank and tag of their `ComputeChecksum`; `relaying` those that a rank passes on, each with the
     rank that it goes to, by rank and tag of their `Relay`."""
@@ -62,7 +62,7 @@ class Tally:
 
     @property
     def last_wire_s(self) -> float:
-        """What the transport took for the slowest of the pairs' last chunks, in seconds."""
+        """The time of the transport for the slowest of the pairs' last chunks, in seconds."""
         return max((seen[-1].wire_s for seen in self._chunks.values() if seen), default=0.0)
 
     @property
@@ -95,7 +95,7 @@ class Tally:
         return self._plan.share(message.source, message.span)
 
     def relay(self, message: ChunkPosted, other: int) -> int:
-        """From now on what has landed is being passed on to the rank `other`; the tag of that."""
+        """A landed chunk is being relayed to the rank `other`; returns the tag of the relay."""
         self._next_tag += 1
         self.relaying[message.target, self._next_tag] = (message, other)
         return self._next_tag
@@ -109,7 +109,7 @@ class Tally:
             self.pending.discard(relay)
 
     def verify(self, message: ChunkPosted, rank: int) -> int:
-        """From now on this chunk's bytes at `rank` are being hashed; the tag under which the answer comes."""
+        """This chunk's bytes at `rank` are being hashed; returns the tag of the answer."""
         self._next_tag += 1
         self.unverified[rank, self._next_tag] = message
         return self._next_tag
@@ -169,7 +169,7 @@ class Tally:
         return False
 
     def missing(self) -> str:
-        """What has not arrived, for an error's text."""
+        """The parts that have not arrived, for an error's text."""
         parts = [f"ranks {s} to {t}" for s, t in sorted(self.pending)]
         if self.metadata is None:
             parts.append("the metadata")

@@ -105,7 +105,7 @@ def _signature(ticket: Ticket, secret: bytes, origin: Incarnation) -> bytes:
 
 
 class SpentTickets:
-    """Which tickets were used already: at most `limit` of them, each exactly until its deadline.
+    """The used tickets: at most `limit` of them, each exactly until its deadline.
 
     It is never emptied early to make room: a ticket that cannot be remembered is refused.
     """

@@ -460,8 +460,8 @@ class SessionNode:
             del self._places[connection.place]
 
     def _not_opened(self, connection: Connection) -> None:
-        """Log why a peer that dialled has no session. A misfit dials again for ever: the reason of one that
-        has proven itself is a warning once, until it changes."""
+        """Log why a dialling peer has no session. Incompatible peers dial again for ever: the reason of an
+        authenticated one is a warning once, until it changes."""
         hello, error = connection.handshake.peer, connection.error
         if error is None or error.info.retryable or hello is None or not connection.handshake.authenticated:
             log.info("no session: %s", error)

@@ -1,4 +1,5 @@
-"""What clients get, by the numbers of `docs/protocol.md`: tokens, usage, errors, attempts, one end each."""
+"""Checks of the answers to clients, by the numbers of `docs/protocol.md`: tokens, usage, errors, attempts,
+one end each."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _AFTER_COMMIT = frozenset(
 
 
 class AnswerChecks:
-    """What frontends are looked at for."""
+    """Checks of frontends."""
 
     def __init__(self, state: SimState, causes: Causes) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""Bit flips: where they strike, which hand-offs they hit, and what must come of it.
+"""Bit flips: their places, the hand-offs that they hit, and the required outcome.
 
 One bit changes on the wire (in a slice that lands), or in a page of the destination after it has landed
 and before it has been verified. A hand-off that was hit in bytes that it hands over must never be
@@ -27,7 +27,7 @@ class BitFlips:
         #: hand-offs of which a byte that matters is wrong
         self.spoiled = spoiled
 
-    # ---- where they strike ---------------------------------------------------------------------
+    # ---- places --------------------------------------------------------------------------------
 
     def wire(
         self, node: KVView, epoch: int, data: list[tuple[int, bytes]], rng: random.Random

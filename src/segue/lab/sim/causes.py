@@ -91,7 +91,7 @@ _THROWN = (
     "digest fails",
 )
 CODES |= dict.fromkeys(_THROWN, frozenset({ErrorCode.INTERNAL}))
-#: These strike what comes next, whenever that is.
+#: These take effect on the next matching event, at any time.
 _ARMED = frozenset(
     {
         "session flip",
@@ -133,7 +133,7 @@ class Cause:
 
 @dataclass(slots=True)
 class AttemptCause:
-    """Who serves an attempt, and the nearest deadline that any of them was given."""
+    """The leaders that serve an attempt, and the earliest of their deadlines."""
 
     asked: Asked
     who: set[LeaderId]
@@ -157,15 +157,16 @@ class Causes:
         self.conflicts: set[int] = set()
         #: rooms of which decode finds the DP rank of prefill by what the registry lists
         self.open_rooms: set[int] = set()
-        #: what a room without a placement may end with although nothing has struck it
+        #: errors that a room without a placement may end with without a fault
         self.of_rooms: dict[int, set[ErrorCode]] = {}
         #: until when requests waited on an instance
         self._short: dict[LeaderId, float] = {}
 
     # ---- what is entered -------------------------------------------------------------------------
 
-    def struck(self, kind: str, *who: Process, seconds: float = 0.0) -> None:
-        """`kind` struck what has all of `who` in its route (nobody: all), for `seconds` and a while."""
+    def record(self, kind: str, *who: Process, seconds: float = 0.0) -> None:
+        """Record a fault `kind` for attempts with all of `who` in their route (none: for all): for `seconds`
+        and a while."""
         now = self._world.now
         for_ever = kind in _ARMED or kind in ("killed", "drained")
         until = inf if for_ever else now + seconds + self._state.timing.bound_s
@@ -208,7 +209,7 @@ class Causes:
 
     def break_session(self, a: Process, b: Process) -> None:
         """The connections between two processes end."""
-        self.struck("broken", a, b)
+        self.record("broken", a, b)
         for connection in self._state.network.between(a, b):
             connection.snap()
 
@@ -217,8 +218,8 @@ class Causes:
         return self._spec(ticket.prefill).dp.size > 1 and ticket.room % 3 == 0
 
     def expect_conflict(self, ticket: Ticket, hints: RankHints | None) -> None:
-        """Of an open ticket, with these hints of its client: decode looks for it on the rank that they or its
-        room name, unless it is to ask. Of another one (None) the instance's own rule may name another."""
+        """Expect decode to look for the room of an open ticket on the rank that these hints of its client or
+        the room name, unless it must ask the registry. With None the instance's own rule may name another."""
         dp, room, true = self._spec(ticket.prefill).dp, ticket.room, ticket.prefill
         if hints is not None:
             self.open_rooms.add(room)
@@ -318,7 +319,7 @@ class Causes:
         return room in self.open_rooms or room in self.of_rooms
 
     def _unlisted(self, now: float) -> bool:
-        """Whether the registry may have forgotten somebody who lives, or could not be asked."""
+        """Whether the registry may have forgotten a living leader, or was unreachable."""
         return now < self._state.registry_trouble_at + SETTLED_S
 
     def _changed_role(self, route: AttemptCause) -> bool:

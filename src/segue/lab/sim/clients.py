@@ -1,4 +1,5 @@
-"""What clients ask of a deployment, and what comes of it: seen by them, and on the wire of their frontend."""
+"""The requests of clients to a deployment, and their results: at the client, and on the wire of the
+frontend."""
 
 from __future__ import annotations
 
@@ -74,12 +75,12 @@ class Asked:
 
     @property
     def rooms(self) -> list[int]:
-        """Of its attempts, in order."""
+        """The rooms of its attempts, in order."""
         return [attempt.ticket.room for attempt in self.attempts]
 
     @property
     def room(self) -> int:
-        """Of the attempt that runs; 0 before the first."""
+        """The room of the running attempt; 0 before the first."""
         return self.attempts[-1].ticket.room if self.attempts else 0
 
     @property

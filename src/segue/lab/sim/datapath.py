@@ -135,7 +135,7 @@ class TcpPath(DataPath):
         return network.blocked(source, target) or self.writer.world.now < self._still.get(source, 0.0)
 
     def carried(self, flow: Flow, at: int, data: bytes) -> bytes:
-        """What is read of a head or an answer: the same, unless a bit flips."""
+        """The bytes of a head or an answer as they are read: the same, unless a bit flips."""
         part = flow.part_at(at)
         if not self.head_flips or not data or (flow.forward and part is None):
             return data
@@ -313,7 +313,7 @@ class SimTransport(Transport):
         """As production."""
         if self.connect_raises:
             self.connect_raises -= 1
-            self._node.struck_at = self._node.world.now
+            self._node.failed_at = self._node.world.now
             raise Injected("injected into connect")
         self._connecting += 1
         try:
@@ -340,7 +340,7 @@ class SimTransport(Transport):
         if self.fence_raises:
             self.fence_raises -= 1
             node = self._node
-            node.struck_at = node.world.now
+            node.failed_at = node.world.now
             node.no_answer_until = max(node.no_answer_until, node.world.now + FENCE_AGAIN_S)
             node.state.counts["fences not taken"] += 1
             raise Injected("injected into a fence")

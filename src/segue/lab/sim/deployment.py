@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from segue.lab.sim.causes import Causes
 from segue.lab.sim.clients import Wanted
-from segue.lab.sim.fault_actions import Strikes
+from segue.lab.sim.fault_actions import FaultActions
 from segue.lab.sim.front import FrontNode
 from segue.lab.sim.invariants import Checks
 from segue.lab.sim.room_engine import RoomStories
@@ -28,16 +28,16 @@ class Deployment:
         self.scenario = scenario
         self.state = state = SimState(scenario, records=records)
         self.world, self.network, self.timing = state.world, state.network, state.timing
-        self.counts, self.struck = state.counts, state.struck
+        self.counts, self.injected = state.counts, state.injected
         self.asked, self.rooms = state.asked, state.rooms
         self.causes = Causes(state)
         self.checks = Checks(state, self.causes, check_every)
         self.registry = SimRegistry(state)
         self.supervisor = SimSupervisor(state, self.causes, self.checks, self.registry)
         self.nodes, self.fronts = self.supervisor.nodes, self.supervisor.fronts
-        self.strikes = Strikes(state, self.causes, self.supervisor, self.registry)
+        self.fault_actions = FaultActions(state, self.causes, self.supervisor, self.registry)
 
-    # ---- life ----------------------------------------------------------------------------------
+    # ---- time ----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """The whole scenario: busy time with faults, then peace, then rest."""
@@ -51,12 +51,12 @@ class Deployment:
             world.at(wanted.at, None, self._ask, wanted)
         RoomStories(self.state, self.causes).start()
         for fault in scenario.faults:
-            world.at(fault.at, None, self.strikes.strike, fault)
+            world.at(fault.at, None, self.fault_actions.inject, fault)
         longest = max((f.at + f.seconds for f in scenario.faults), default=0.0)
         asked = [r.at for r in scenario.requests] + [r.at for r in scenario.rooms]
         last = max(asked, default=0.0)
         for feature in scenario.features & {"session backlog", "full queues"}:
-            self.causes.struck(feature)
+            self.causes.record(feature)
         world.at(1.0, None, self._sweep)
         self._until(max(longest, last) + 0.5)
         self._peace()
@@ -72,8 +72,8 @@ class Deployment:
         self.checks.at_rest()
 
     def _end_stuck(self) -> bool:
-        """Where a bug has cost the proof that memory is free, the pages stay in quarantine until the process
-        ends, and can be seen there. Ends such processes; whether there was one."""
+        """End processes whose pages stay in quarantine because a bug has lost the proof that memory is free;
+        whether there was one. The pages are visible until the process ends."""
         stuck = [
             node
             for node in self.leaders()

@@ -1,6 +1,5 @@
-"""Who waits to be computed is started within a bound of work, whoever else comes
-(`server/schedulers/fair_queue.py`).
-"""
+"""Every waiting prompt is started within a bound of work, under any other load
+(`server/schedulers/fair_queue.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each fault of a scenario does to its deployment when its time has come."""
+"""The action of each fault of a scenario on its deployment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from segue.lab.sim.vocabulary import DATA, ENGINE_CALLS, RANK_CALLS, RANKS, ROLE
 from segue.lab.sim.world import Process, SkewedClock, Violation, World
 
 
-class Strikes:
+class FaultActions:
     """The faults of one deployment."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Strikes:
         self.counts: Counter[str] = state.counts
         self._rng: random.Random = state.world.rng("deployment")
 
-    def strike(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """A fault begins, or lies in wait for the next effect of its trigger's kind."""
         node = self.nodes.get(fault.node)
         if fault.trigger and node is not None and node.alive and "mid write" not in fault.kind:
@@ -52,13 +52,13 @@ class Strikes:
 
     def _now(self, fault: Fault) -> None:
         self.world.note("fault", fault)
-        self.state.struck[fault.kind] += 1
+        self.state.injected[fault.kind] += 1
         world, kind = self.world, fault.kind
         process = self.supervisor.process(fault.node)
         other = self.supervisor.process(fault.other)
         match kind:
             case _ if kind.startswith("registry "):
-                self.registry.strike(fault, process)
+                self.registry.inject(fault, process)
             case _ if process is None or not process.alive:
                 pass
             case "crash" | "front crash":
@@ -73,7 +73,7 @@ class Strikes:
                 self.causes.break_session(process, other)
             case "partition" | "front partition" if other is not None:
                 self.network.block(process, other)
-                self.causes.struck("blocked", process, other, seconds=fault.seconds)
+                self.causes.record("blocked", process, other, seconds=fault.seconds)
                 world.after(fault.seconds, None, self._heal, process, other)
             case (
                 "slow link"
@@ -107,14 +107,14 @@ class Strikes:
                 leader.drain()
 
     def _succeeded(self, fault: Fault, node: LeaderNode) -> None:
-        """The process ends, by a crash or by a drain, and its next life is another one."""
+        """The process ends, by a crash or by a drain, and starts again as another incarnation."""
         if fault.amount % 2:
             self._drain(fault, node)
         else:
             self._crash(node, fault.seconds)
 
     def _change_role(self, fault: Fault, node: LeaderNode) -> None:
-        """The next life is of another role, at the same address. A deployment keeps one prefill and one
+        """The next incarnation has another role, at the same address. A deployment keeps one prefill and one
         decode instance: where the last one changes, one of the other side takes its place."""
         specs, instance = self.state.specs, node.spec.instance
         old = specs[node.spec.name].role
@@ -138,7 +138,7 @@ class Strikes:
     def _pause(self, process: LeaderNode | FrontNode, seconds: float) -> None:
         if process.alive and not process.paused:
             process.pause()
-            self.causes.struck("paused", process, seconds=seconds)
+            self.causes.record("paused", process, seconds=seconds)
             self.world.after(seconds, None, process.resume)
 
     def _heal(self, a: Process, b: Process) -> None:
@@ -151,15 +151,15 @@ class Strikes:
             return
         writer = path.writer
         assert isinstance(writer, KVNode)
-        strikes = self._crash if fault.kind == "crash mid write" else self._pause
-        path.mid_write.append(lambda: strikes(writer, fault.seconds))
+        end = self._crash if fault.kind == "crash mid write" else self._pause
+        path.mid_write.append(lambda: end(writer, fault.seconds))
 
     def _path_fault(self, fault: Fault, process: Process, other: Process | None) -> None:
         path = _path(process, other, fault.amount)
         if path is None:
             return
         if fault.kind != "wire flip":
-            self.causes.struck(fault.kind, path.writer, path.reader, seconds=fault.seconds)
+            self.causes.record(fault.kind, path.writer, path.reader, seconds=fault.seconds)
         if fault.kind == "path cut":
             path.cut()
         elif fault.kind == "data stall":
@@ -184,7 +184,7 @@ class Strikes:
     def _node_fault(self, fault: Fault, node: LeaderNode) -> None:
         faults = node.faults
         if fault.kind in CODES:
-            self.causes.struck(fault.kind, node, seconds=fault.seconds)
+            self.causes.record(fault.kind, node, seconds=fault.seconds)
         match fault.kind:
             case "metadata":
                 faults.spoil_metadata.append(fault.amount % len(SPOILED_METADATA))
@@ -227,7 +227,7 @@ class Strikes:
                 self._crash(node, 0.01)
                 self._take_address(node.host, node.port, fault.seconds)
             case _ if fault.kind in (*DATA, *RANKS, "no memory", "fence exception", "rank lost"):
-                if isinstance(node, KVNode):  # in this life
+                if isinstance(node, KVNode):  # in this incarnation
                     self._data_fault(fault, node)
             case "wrong message":
                 if isinstance(node, KVNode):
@@ -297,7 +297,7 @@ class Strikes:
         if not isinstance(shm, SimShm):
             return
         shm.host.unmapped += 1
-        self.causes.struck("no memory" if len(self.state.transports) == 1 else "no memory for shm", node)
+        self.causes.record("no memory" if len(self.state.transports) == 1 else "no memory for shm", node)
         for path in node.paths_to(other.me):
             if (path.mine, path.name) == (rank, shm.name):
                 path.cut()

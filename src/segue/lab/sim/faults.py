@@ -1,4 +1,4 @@
-"""What can go wrong on one node, and when: at a time, or at the next effect of a kind after it."""
+"""Faults of one node, and their times: at a time, or at the next effect of a kind after it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class NodeFaults:
     def forward_begins(
         self, steps: Sequence[SequenceStep]
     ) -> tuple[list[SequenceStep], list[SequenceResult]]:
-        """What of a forward is computed, and the answers of what is not; or it fails as a whole."""
+        """The steps of a forward that are computed, and the results of the others; or the forward fails as a
+        whole."""
         now = self.node.rng.random() < 0.5  # else when the KV is there, and has perhaps been sent
         if self.step_fails and now:
             self.step_fails -= 1
@@ -78,7 +79,7 @@ class NodeFaults:
         return computed, [SequenceResult(refused.seq_id, error="this sequence failed at the door")]
 
     def forward_ends(self, results: list[SequenceResult]) -> list[SequenceResult]:
-        """What a forward answers whose KV is there; or it fails even now, or one of its sequences."""
+        """The results of a forward whose KV is stored; or it, or one of its sequences, fails even now."""
         if self.step_fails:
             self.step_fails -= 1
             raise Injected("the step failed at its end")
@@ -154,7 +155,7 @@ class NodeFaults:
         exchange.run = run
 
     def metadata(self, metadata: Metadata) -> tuple[Metadata, bool]:
-        """What is sent instead of `metadata`, and whether the session breaks right before it."""
+        """The metadata that is sent instead, and whether the session breaks right before it."""
         if not self.spoil_metadata:
             return metadata, False
         node, what = self.node, SPOILED_METADATA[self.spoil_metadata.pop(0)]

@@ -43,12 +43,12 @@ def _off(field: str, by: int) -> Change:
 
 
 def _again(_node: KVView, message: Any) -> Heard:
-    """It comes twice, which changes nothing."""
+    """The message arrives twice, which changes nothing."""
     return [message, message]
 
 
 def _again_with(field: str, by: int) -> Change:
-    """It comes twice, the second time with another number."""
+    """The message arrives twice, the second time with another number."""
     return lambda _n, message: [message, structs.replace(message, **{field: getattr(message, field) + by})]
 
 
@@ -78,7 +78,7 @@ def _checksum(node: KVView, message: ChunkPosted) -> Heard:
 
 
 def _other_source(node: KVView, message: ChunkPosted) -> Heard:
-    """Of a rank that may be one of several that send there: then its bytes have another checksum."""
+    """The source is another rank that may send there: then its bytes have another checksum."""
     node.state.flipped.add(message.transfer)
     return [structs.replace(message, source=message.source + 1)]
 
@@ -174,7 +174,7 @@ KINDS: tuple[tuple[type[HandoffMessage], Change], ...] = (
 
 
 class Hearing:
-    """What one node hears instead of what its peers say."""
+    """The messages that one node gets instead of its peers' messages."""
 
     def __init__(self, node: KVView) -> None:
         self._node = node

@@ -28,7 +28,7 @@ from segue.server.messages.control import Cancel, Load, Outputs, Submit
 
 #: The other side of a pair is gone; the two halves of a pair cannot be joined (stated here anew).
 LOSSES = (ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED)
-MISFITS = (ErrorCode.PEER_REFUSED, ErrorCode.LAYOUT_MISMATCH)
+INCOMPATIBLE = (ErrorCode.PEER_REFUSED, ErrorCode.LAYOUT_MISMATCH)
 
 
 class WireSession:
@@ -54,11 +54,11 @@ class WireSession:
 
     @property
     def leader(self) -> LeaderId:
-        """Whom it is with."""
+        """The peer."""
         return self.peer.leader
 
     def send(self, message: msgspec.Struct) -> None:
-        """As production, looked at before."""
+        """As in production, after checks."""
         if isinstance(message, Submit):
             self._wire.checked(self._wire.submits, self, message)
         elif isinstance(message, Cancel):
@@ -281,7 +281,7 @@ class FleetWire:
             if output.error.code in LOSSES:
                 asked.suspect |= set(attempt.pair)
             self._answers.error(asked, output.error, role)
-            self._misfits(attempt, output.error)
+            self._incompatible(attempt, output.error)
             return
         self._answers.usage(asked, output.usage)
         if output.token_ids and role is Role.DECODE and not attempt.begun:
@@ -291,20 +291,20 @@ class FleetWire:
         if output.finish is not None:
             attempt.live.clear()
 
-    def _misfits(self, attempt: SentAttempt, error: ErrorInfo) -> None:
+    def _incompatible(self, attempt: SentAttempt, error: ErrorInfo) -> None:
         prefill, decode = (self._front.fleet.membership.replicas.get(leader) for leader in attempt.pair)
-        if error.code in MISFITS and prefill is not None and decode is not None:
+        if error.code in INCOMPATIBLE and prefill is not None and decode is not None:
             self._refused.add((prefill, decode))
 
     # ---- who could have been asked ---------------------------------------------------------------
 
     def local_tokens(self, replica: Replica) -> int | None:
-        """What a decode replica has said of the prompts that it computes itself."""
+        """A decode replica's report of the prompts that it computes itself."""
         load = replica.load
         return load.local_tokens if load is not None and replica.role is Role.DECODE else None
 
     def usable(self) -> list[Replica]:
-        """Those that may be asked, by what was said here and by what the registry says."""
+        """The replicas that may get requests, by the messages here and by the registry."""
         replicas = self._front.fleet.membership.replicas
         found = [replicas[leader] for leader in self.open if leader in replicas]
         return [r for r in found if r.listed and not r.where.draining and r.leader not in self._draining]

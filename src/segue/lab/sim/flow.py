@@ -35,7 +35,7 @@ class SentPart:
     spoiled: bool = False
 
     def rows_at(self, at: int, nbytes: int) -> list[tuple[int, int]]:
-        """Where `nbytes` of its data from byte `at` of the stream on belong: (offset, length)."""
+        """The places of `nbytes` of its data from byte `at` of the stream on: (offset, length)."""
         skip = at - self.start - self.head
         found: list[tuple[int, int]] = []
         for offset, length in self.rows:
@@ -70,7 +70,7 @@ class StreamEnd(Protocol):
 
 
 class StreamPath(Protocol):
-    """The path that a stream belongs to, and what strikes it."""
+    """The path that a stream belongs to, and its faults."""
 
     timing: Timing
     slow: float
@@ -145,7 +145,7 @@ class Flow:
             self._deliver()
 
     def _deliver(self) -> None:
-        """What has come, unless the way is not free; then it is tried again."""
+        """Deliver received bytes, unless the direction is blocked; then try again later."""
         if self.lost or self.receiver.error is not None:
             return
         if self.path.stands_still(self.sender.process, self.receiver.process):
@@ -217,6 +217,6 @@ class Flow:
         return next((part for part in self.parts if part.start <= at < part.end), None)
 
     def carries(self, epoch: int) -> bool:
-        """Whether a part of `epoch` is on its way: begun, and not all read by a reader that lives."""
+        """Whether a part of `epoch` is on its way: begun, and not all read by a living reader."""
         gone = self.lost or self.receiver.closed or not self.receiver.process.alive
         return not gone and any(part.epoch == epoch and part.end > self.read for part in self.parts)

@@ -29,10 +29,12 @@ from segue.server.registry.registry_records import InstanceRecord
 
 
 class FrontNode(FrontView):
-    """One frontend in one life."""
+    """One incarnation of a frontend."""
 
-    def __init__(self, state: SimState, causes: Causes, answers: AnswerChecks, index: int, life: int) -> None:
-        super().__init__(state.world, f"front{index}" + (f"#{life}" if life else ""))
+    def __init__(
+        self, state: SimState, causes: Causes, answers: AnswerChecks, index: int, restart: int
+    ) -> None:
+        super().__init__(state.world, f"front{index}" + (f"#{restart}" if restart else ""))
         self.state = state
         self._causes = causes
         self._answers = answers
@@ -84,7 +86,7 @@ class FrontNode(FrontView):
 
     @property
     def view(self) -> dict[LeaderId, InstanceRecord]:
-        """What it believes that the registry lists."""
+        """The instances that it takes for listed in the registry."""
         replicas = self.fleet.membership.replicas.values()
         return {replica.leader: replica.record for replica in replicas if replica.listed}
 

@@ -155,7 +155,7 @@ class Checks:
                 raise Violation("18", f"{node.name} was told to end {own} and did not", (own.room,))
 
     def _about(self, node: KVView, what: Any) -> tuple[RoomKey, LeaderId | None]:
-        """Which half of this node's engine an event or effect is about, and with whom it speaks."""
+        """The half of this node's engine that an event or effect concerns, and its peer."""
         if isinstance(what, events.Send | events.Received):
             what = what.message
         transfer: TransferId | None = getattr(what, "transfer", None)
@@ -225,7 +225,7 @@ class Checks:
         self._released(node, transfer)
 
     def half(self, node: KVView, transfer: TransferId) -> Half:
-        """What `node` has said of a hand-off."""
+        """The record of `node` about a hand-off."""
         half = self.halves.get((node.me, transfer))
         if half is None:
             raise Violation("1", f"{node.name} speaks of {transfer}, which it never opened", (transfer.room,))
@@ -236,7 +236,7 @@ class Checks:
         half = self.halves.get(key)
         room = (effect.transfer.room,)
         if effect.phase is KVPoll.BOOTSTRAPPING:
-            # A tombstone lives as long as anything of the first life can be under way, no longer.
+            # A tombstone lasts as long as messages of the first transfer can be under way, no longer.
             until_s = 0.85 * self.state.timing.silence_s
             if half is not None and (
                 half.ended_at is None
@@ -429,7 +429,7 @@ class Checks:
                             f"{pool.quarantined} pages in quarantine")  # fmt: skip
 
     def _deadlines(self, node: NodeView) -> None:
-        """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps. A jump
+        """15: nothing outlasts its deadline and a fixed slack, unless its process sleeps. A jump
         of its clock is noticed within the slack. One that has drained goes with what it has not ended."""
         scheduler: Any = node.scheduler
         slack_s = 0.3
@@ -486,7 +486,7 @@ class Checks:
             if half is None or not half.quarantined or half.released_at is not None or half.ended_at is None:
                 continue
             if not self._rooms[node.me, key].terminal:
-                continue  # on its way to another rank: the pages are still those of a request that lives
+                continue  # on its way to another rank: the pages are still those of a live request
             if min(self.world.now - half.ended_at, self.world.now - node.resumed_at) < 1.0:
                 continue
             if not set(half.pages) <= set(node.pool._holds):
@@ -513,14 +513,14 @@ class Checks:
         for front in fronts(self.state):
             if front.alive and not front.paused and front.resumed_at < now - 1.0:
                 self.answers.waiting(front)
-        lives = self.state.by_leader
+        by_leader = self.state.by_leader
         for (me, transfer), half in list(self.open.items()):
             node = half.node
             if not node.alive:
                 del self.open[me, transfer]
                 continue
             peer = transfer.decode if node.spec.role is Role.PREFILL else transfer.prefill
-            other = lives.get(peer)
+            other = by_leader.get(peer)
             if node.paused or other is None or other.paused:
                 continue
             awake = max(node.resumed_at, other.resumed_at, self.state.healed_at)
@@ -579,7 +579,7 @@ class Checks:
         return clients or calls or bool(self.reads) or any(self._held(node) for node in leaders(self.state))
 
     def _held(self, node: NodeView) -> dict[str, int]:
-        """What a node must not hold at rest, and how much of it."""
+        """The resources that a node must not hold at rest, with their numbers."""
         sizes = {f"role {k}": v for k, v in node.scheduler.sizes().items()}
         sizes |= {f"engine {k}": v for k, v in node.engine.sizes().items()}
         if isinstance(node, KVView):

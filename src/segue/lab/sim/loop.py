@@ -35,7 +35,7 @@ def resolve(host: str, port: int, **_: Any) -> list[Any]:
 
 
 class SimSockets:
-    """What one process uses of the module `socket`."""
+    """The part of the module `socket` that one process uses."""
 
     getaddrinfo = staticmethod(resolve)
 
@@ -121,7 +121,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.process.world.hasten(self.process, self._run, due)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It stays in the world's heap and does nothing when its time comes."""
+        """The timer stays in the world's heap and does nothing when it is due."""
 
     def _run(self, handle: asyncio.Handle) -> None:
         if not handle._cancelled:
@@ -161,7 +161,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         tasks, self._tasks = self._tasks, {}
         for task in tasks:
             coroutine = task.get_coro()
-            # The one that runs right now (a fault struck in its midst) finds its process dead.
+            # The one that runs right now (a fault ended it half way) finds its process dead.
             if inspect.iscoroutine(coroutine) and not coroutine.cr_running:
                 frame = coroutine.cr_frame
                 if frame is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:

@@ -1,4 +1,4 @@
-"""Who is connected with whom, who listens where, and what is wrong on the way."""
+"""Connections, listeners, and faults of the network."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Network:
         return listener
 
     def listener_at(self, host: str, port: int) -> SimListener | None:
-        """Who listens there."""
+        """The listener at an address."""
         found = self._listeners.get((host, port))
         return found if found is not None and found.process.alive else None
 
@@ -64,7 +64,7 @@ class Network:
             del self._listeners[listener.place]
 
     def listeners(self, process: Process) -> list[SimListener]:
-        """Where `process` listens."""
+        """The listeners of `process`."""
         return [listener for listener in self._listeners.values() if listener.process is process]
 
     def dial(
@@ -134,7 +134,7 @@ class Network:
     # ---- what happens on the way -----------------------------------------------------------------
 
     def carried(self, socket: Socket, data: bytes) -> bytes:
-        """What arrives of `data` at `socket`: the same, unless a bit flips."""
+        """The bytes that arrive at `socket`: `data`, unless a bit flips."""
         if not data:
             return data
         if not self.flips.get(socket.process):
@@ -154,12 +154,12 @@ class Network:
         return self.world.now - self._blocked.get((source, target), self.world.now)
 
     def block(self, source: Process, target: Process) -> None:
-        """From now on nothing gets from `source` to `target`; TCP holds it back."""
+        """Block the direction from `source` to `target`; TCP holds the bytes back."""
         self._blocked.setdefault((source, target), self.world.now)
         self.ever_blocked = True
 
     def heal(self, source: Process, target: Process) -> None:
-        """What was held back arrives, if the connection still lives; else the other end hears of it."""
+        """Deliver held-back bytes if the connection is open; else notify the other end."""
         if (source, target) not in self._blocked:
             return
         del self._blocked[source, target]

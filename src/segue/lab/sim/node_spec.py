@@ -1,4 +1,4 @@
-"""What one leader of an instance is in a scenario, and the model that all instances serve."""
+"""The description of one leader of an instance in a scenario, and the model that all instances serve."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ EOS = frozenset(range(0, VOCAB, 16))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """What one leader of an instance is; survives its restarts. Leaders of one instance differ in `dp_rank`,
-    and the first gives it its name."""
+    """The description of one leader of an instance; survives its restarts. Leaders of one instance differ in
+    `dp_rank`, and the first gives it its name."""
 
     name: str
     role: Role
@@ -42,7 +42,7 @@ class NodeSpec:
 
     @property
     def dp(self) -> DpRanks:
-        """As the instance declares it."""
+        """The DP ranks that the instance declares."""
         return DpRanks(
             size=self.dp_size,
             load_balance=self.load_balance,

@@ -32,13 +32,13 @@ from segue.server.schedulers.scheduler import Scheduler
 
 
 class NodeView(Process):
-    """A leader of an instance in one life."""
+    """One incarnation of an instance's leader."""
 
     state: SimState
     spec: NodeSpec
     me: LeaderId
-    #: which life of its instance this is: a leader that ends does not come back within it
-    instance_life: int
+    #: restarts of its instance before this incarnation: a leader that ends does not return within it
+    instance_restart: int
     rng: random.Random
     host: str
     port: int
@@ -70,7 +70,7 @@ class NodeView(Process):
         return self.squeezed
 
     def record(self) -> InstanceRecord:
-        """What the registry is told."""
+        """The record for the registry."""
         raise NotImplementedError
 
 
@@ -126,7 +126,7 @@ class KVView(NodeView):
         raise NotImplementedError
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Where in our pool an address is; None if not all of these bytes are in it."""
+        """The offset of an address in our pool; None unless all of these bytes are in it."""
         raise NotImplementedError
 
     @property
@@ -154,7 +154,7 @@ class KVView(NodeView):
 
 
 class FrontView(Process):
-    """A frontend in one life."""
+    """One incarnation of a frontend."""
 
     state: SimState
     me: LeaderId
@@ -180,12 +180,12 @@ def leaders_of(node: NodeView) -> list[NodeView]:
     return [
         other
         for other in found
-        if other.spec.instance == node.spec.instance and other.instance_life == node.instance_life
+        if other.spec.instance == node.spec.instance and other.instance_restart == node.instance_restart
     ]
 
 
 def fronts(state: SimState) -> Iterator[FrontView]:
-    """Every frontend's present life."""
+    """Every frontend's present incarnation."""
     return (front for front in state.fronts.values() if isinstance(front, FrontView))
 
 

@@ -15,7 +15,7 @@ from segue.lab.sim.world import Violation
 
 @dataclass(slots=True)
 class Half:
-    """What one node's effects said of one hand-off."""
+    """The effects of one node about one hand-off."""
 
     node: KVView
     opened_at: float

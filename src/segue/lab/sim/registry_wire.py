@@ -56,7 +56,7 @@ class RegistryQuestion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RegistryReply(msgspec.Struct, array_like=True, frozen=True):
-    """What it returned, or the error that it raised."""
+    """The result of a query, or its error."""
 
     result: msgspec.Raw
     error: ErrorInfo | None = None

@@ -16,7 +16,7 @@ from segue.server.messages.control import Cancel, Submit
 
 
 class RequestChecks:
-    """What an instance is looked at for by what it was asked."""
+    """Checks of an instance against the requests that it got."""
 
     def __init__(self, state: SimState, causes: Causes) -> None:
         self._state = state

@@ -106,7 +106,7 @@ class RoomChecks:
     # ---- decode --------------------------------------------------------------------------------------
 
     def decode(self, node: KVView, event: Any, effects: Sequence[Any]) -> None:
-        """What a decode leader has decided."""
+        """Check the decisions of a decode leader."""
         if isinstance(event, events.OpenReceiver):
             self._open_ranks[node.me, event.key] = event.prefill.is_open
             self._tries.pop((node.me, event.key), None)
@@ -138,8 +138,8 @@ class RoomChecks:
         key = (transfer.prefill, transfer.sent_as)
         ledger = self._rooms.get(key)
         self._committed.setdefault(key, set()).add(transfer)
-        lives = [t for t in self._committed[key] if self._state.by_leader[t.decode].alive]
-        if ledger is not None and not ledger.expected.retain_s and len(lives) > 1:
+        living = [t for t in self._committed[key] if self._state.by_leader[t.decode].alive]
+        if ledger is not None and not ledger.expected.retain_s and len(living) > 1:
             raise self._broken(4, node, f"{transfer} is one of two commits", transfer.room)
 
     def granted_no_more(self, node: KVView, transfer: TransferId, epoch: int) -> None:
@@ -161,7 +161,7 @@ class RoomChecks:
             self._count(6, "closed room opened again")
 
     def prefill(self, node: KVView, event: Any, effects: Sequence[Any]) -> None:
-        """What a prefill leader has decided."""
+        """Check the decisions of a prefill leader."""
         message = event.message if isinstance(event, events.Received) else None
         if message is not None and event.peer not in node.exchange._links:
             return  # a fault has kept the protocol from hearing of the session
@@ -304,7 +304,7 @@ class RoomChecks:
 
     @staticmethod
     def _replacer(event: Any) -> TransferId | events.AllowReplacement | None:
-        """Who comes for a room with this event."""
+        """The claimant that this event brings to a room."""
         if isinstance(event, events.AllowReplacement):
             return event
         if isinstance(event, events.Received) and isinstance(event.message, Destination):

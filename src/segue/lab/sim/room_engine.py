@@ -1,7 +1,7 @@
 """Engines that open rooms before they know the other side, as vLLM's and SGLang's do, on the nodes there are.
 
 They use production's `KVManager` beside the node's own role, with pages of the same pool. `RoomStories` has
-each plan of a scenario played by the present lives of its nodes.
+each plan of a scenario, executed by the present incarnations of its nodes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OpenRoom:
     #: have a decode come for it
     comes: Callable[[Claim], None] = lambda claim: None
     route: set[LeaderId] = field(default_factory=set)
-    #: what its halves may end with although nothing struck them
+    #: errors that its halves may end with without a fault
     codes: set[ErrorCode] = field(default_factory=set)
     #: of each rank of prefill another one that there is
     sent_on: dict[LeaderId, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class OpenRoom:
         return RoomKey(self.number, self.plan.generation)
 
     def heard(self, message: HandoffMessage) -> tuple[HandoffMessage, HandoffMessage | None, float]:
-        """What is heard instead of a message about it; perhaps one that comes later, and when."""
+        """The message that arrives instead of this one; and perhaps a second one, with its delay."""
         transfer = message.transfer
         claim = next((c for c in self.plan.claims if c.attempt == transfer.attempt), None)
         if claim is None:
@@ -85,13 +85,13 @@ class OpenRoom:
         return message, None, 0.0
 
     def digest(self, *, wrong: bool) -> bytes:
-        """What prefill's engine and a right claimant have in common."""
+        """The claim that prefill's engine and a right claimant share."""
         return f"{'another' if wrong else 'the'} prompt of {self.number}".encode()
 
 
 @dataclass(slots=True, eq=False)
 class EngineHalf:
-    """What an engine holds of one room."""
+    """An engine's resources for one room."""
 
     room: OpenRoom
     handle: KVSender | KVReceiver
@@ -103,7 +103,7 @@ class EngineHalf:
 
 
 class RoomEngine:
-    """The rooms of one node in one life."""
+    """The rooms of one incarnation of a node."""
 
     def __init__(self, node: KVView) -> None:
         self._node = node
@@ -181,7 +181,7 @@ class RoomEngine:
             half.handle.evict(OutOfCapacity("the engine lacks memory for unbound rooms").info)
 
     def _look(self) -> None:
-        """Where memory is short, take that of the oldest room that nobody has bound."""
+        """If memory is short, evict the oldest unbound room."""
         rooms = [half for half in self.halves.values() if isinstance(half.handle, KVSender)]
         unbound = [half for half in rooms if half.handle.poll() is KVPoll.BOOTSTRAPPING and not half.ended]
         if unbound and self._node.pool.free < self._node.pool.total // 4:
@@ -307,7 +307,7 @@ class RoomStories:
                     world.at(max(0.01, plan.at + claim.after_s), None, self._claim, room, claim)
 
     def _there(self, room: OpenRoom, name: str, role: Role) -> Any:
-        """The present life of a node that takes something new; None if there is none."""
+        """The present incarnation of a node that accepts requests; None if there is none."""
         node: Any = self._state.nodes.get(name)
         takes = isinstance(node, KVView) and node.alive and node.spec.role is role
         if takes and not (node.draining or node.steered or node.lost_rank):
@@ -316,7 +316,7 @@ class RoomStories:
         return None
 
     def _placed(self, room: OpenRoom, *nodes: KVView) -> None:
-        """These serve it. Other lives of them than before are other leaders."""
+        """The leaders that serve it. Later incarnations are other leaders."""
         plan, names = room.plan, {self._state.by_leader[me].name.partition("#")[0] for me in room.route}
         known = {node.name.partition("#")[0] for node in nodes if node.me not in room.route} & names
         if known:

@@ -46,7 +46,7 @@ class Claim:
 
     @property
     def comes(self) -> bool:
-        """It publishes a destination that may bind the room."""
+        """Whether it publishes a destination that may bind the room."""
         return not self.wrong and not self.declines
 
 
@@ -154,7 +154,7 @@ def _nothing(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: list
 
 
 def _placed(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: list[NodeSpec]) -> RoomPlan:
-    """It is placed for a decode, mostly the one that comes."""
+    """The room is placed for a decode, mostly the one that comes."""
     comes = plan.claims[0].node if plan.claims else decodes[0]
     return replace(plan, placed=comes if rng.random() < 0.8 else rng.choice(decodes))
 
@@ -196,7 +196,7 @@ def _replaced(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: lis
 
 
 def _retained(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: list[NodeSpec]) -> RoomPlan:
-    """It outlives its bindings, and others come one after the other."""
+    """The room survives its bindings, and other decodes follow one after the other."""
     plan = replace(plan, retain_s=2.0, close_s=rng.choice((None, 1.5)))
     for after_s in (0.3, 0.6, 0.9, 1.2)[: rng.randint(1, 4)]:
         plan = _also(plan, replace(_next(rng, plan, decodes, (after_s,)), abort_s=rng.choice((None, 0.03))))

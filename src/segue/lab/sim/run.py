@@ -18,7 +18,7 @@ from segue.lab.sim.world import Injected, Violation, World
 
 @dataclass(slots=True)
 class Outcome:
-    """What one run of one scenario gave. `rule` is empty when every invariant held."""
+    """The outcome of one run of one scenario. `rule` is empty when every invariant held."""
 
     seed: int
     events: int
@@ -30,7 +30,7 @@ class Outcome:
     rooms: tuple[int, ...] = ()
     timeline: list[str] = field(default_factory=list)
     digest: str = ""
-    struck: dict[str, int] = field(default_factory=dict)
+    injected: dict[str, int] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -39,9 +39,9 @@ class Outcome:
 
     @property
     def under_faults(self) -> int:
-        """The hand-offs of this run if at least one fault struck in it, else 0. Odd clients and odd
+        """The hand-offs of this run if it had at least one fault, else 0. Odd clients and odd
         deployments (aborts, bad requests, skew, small pools, …) are no faults here."""
-        return self.counts.get("hand-offs", 0) if self.struck else 0
+        return self.counts.get("hand-offs", 0) if self.injected else 0
 
 
 class _Watcher(logging.Handler):
@@ -113,7 +113,7 @@ def run_scenario(
         text=text,
         rooms=rooms,
         digest=world.digest() if digest else "",
-        struck=dict(deployment.struck),
+        injected=dict(deployment.injected),
     )
     if timeline:
         outcome.timeline = tell(deployment, rooms)

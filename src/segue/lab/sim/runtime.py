@@ -36,10 +36,10 @@ class SimIo(LoopIo):
         return self._process.alive
 
     def start(self) -> None:
-        """It runs as long as its process."""
+        """Nothing: it runs as long as its process."""
 
     def stop(self) -> None:
-        """It ends with its process."""
+        """Nothing: it ends with its process."""
 
     def yield_gil(self) -> None:
         """Threads take turns here as the simulation says."""
@@ -83,7 +83,7 @@ class SimWorker:
         self._busy = self._ended = False
 
     def start(self) -> None:
-        """It runs as long as its process."""
+        """Nothing: it runs as long as its process."""
 
     def wake(self) -> None:
         """Do it once more."""
@@ -92,7 +92,7 @@ class SimWorker:
             self._next()
 
     def end(self) -> None:
-        """What waits is not done any more."""
+        """Waiting work is dropped."""
         self._ended = True
 
     def _next(self) -> None:
@@ -164,7 +164,7 @@ class SimSessionNode(SessionNode):
         if open_here and could_speak and "silent" in error.info.text:
             self._wrong(f"takes {who} for dead, which nothing kept from speaking: {error}")
         if error.info.code is ErrorCode.PEER_RESTARTED and peer.alive:
-            self._wrong(f"says that {who} was restarted, which lives: {error}")
+            self._wrong(f"says that {who} was restarted, but it was not: {error}")
 
     def _wrong(self, text: str) -> None:
         process = self._sim_loop.process

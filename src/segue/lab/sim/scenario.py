@@ -50,7 +50,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Scenario:
-    """What a seed decides. `timing` and `nodes` are small; requests and faults can be left out."""
+    """A scenario, drawn from a seed. `timing` and `nodes` are small; requests and faults can be left out."""
 
     seed: int
     features: frozenset[str]
@@ -331,7 +331,7 @@ def _with_leaders(rng: random.Random, nodes: list[NodeSpec]) -> list[NodeSpec]:
 
 
 def _kv_checksum(rng: random.Random, features: frozenset[str]) -> ChecksumMode:
-    """What is not covered by a checksum cannot be required to be noticed."""
+    """Faults outside the checksum's coverage cannot be required to be noticed."""
     if "bit flip" in features:
         return ChecksumMode.FULL
     return rng.choice((ChecksumMode.FULL, ChecksumMode.FULL, ChecksumMode.SAMPLED, ChecksumMode.OFF))

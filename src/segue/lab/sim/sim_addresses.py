@@ -1,4 +1,4 @@
-"""Where the leaders of a deployment listen, in this life and in the next."""
+"""The addresses of a deployment's leaders, in this incarnation and in the next."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Addresses:
         self._rng = rng
 
     def of(self, name: str) -> Address:
-        """Host and port of a leader in its present life."""
+        """Host and port of a leader's present incarnation."""
         return self._at[name]
 
     def move(self, name: str) -> None:
-        """Its next life begins elsewhere."""
+        """The next incarnation of a leader has another address."""
         self._moving.add(name)
 
     def settle(self, name: str) -> None:
-        """Its next life begins, and its last one has ended: nobody listens where it was."""
+        """A new incarnation starts after the last one has ended: the old address is free."""
         if name not in self._moving:
             return
         self._moving.discard(name)

@@ -329,12 +329,12 @@ class LineageEngine:
     # ---- retraction --------------------------------------------------------------------------
 
     def _words(self, page: int) -> list[int]:
-        """Where each word of a page is."""
+        """The place of each word of a page."""
         slots = slice(page * self.spec.page_tokens, (page + 1) * self.spec.page_tokens)
         return [at for places, _, _ in self._planes for at in places[slots]]
 
     def _state_words(self, slot: int) -> range:
-        """Where each word of a slot is."""
+        """The place of each word of a slot."""
         at = self.spec.slot_offset(slot)
         return range(at, at + self.spec.shape.state_bytes, _WORD.size)
 
@@ -375,7 +375,7 @@ def _planes(rank: PoolSpec, own: int, name: str) -> Iterator[tuple[list[int], in
 
 @lru_cache(maxsize=64)
 def _places(rank: PoolSpec) -> list[list[int]]:
-    """Where each slot of each head of each plane is. Every life of a node has the same."""
+    """The place of each slot of each head of each plane. All incarnations of a node have the same."""
     pages, inside = np.divmod(np.arange(rank.pages * rank.page_tokens), rank.page_tokens)
     found: list[list[int]] = []
     for layer in range(rank.layer_count):

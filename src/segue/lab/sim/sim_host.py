@@ -1,4 +1,4 @@
-"""What `shm` asks of its host, in virtual time: threads that copy, mappings, ends of processes.
+"""The host of `shm` in virtual time: threads that copy, mappings, ends of processes.
 
 Two nodes of a deployment are processes of one user on one host. A descriptor stands for what it was opened
 as, in whichever process; a mapping is the other node's pool itself, until it is unmapped.
@@ -69,7 +69,7 @@ class SimCopyThread:
             self._host.crashed(exc)
 
     def join(self, _timeout_s: float) -> None:
-        """Whoever waits for it sees no time pass."""
+        """The wait takes no virtual time."""
         while self.thread is not None and not self.thread.over:
             self.thread.run()
 
@@ -79,7 +79,7 @@ class SimCopyThread:
 
 
 class SimHost(ShmHost):
-    """What production's `shm` of one node runs on."""
+    """The host of one node for production's `shm`."""
 
     def __init__(self, node: KVView, rank: int) -> None:
         self.node = node

@@ -16,10 +16,10 @@ BATCH = 64
 
 
 class Descriptor(Protocol):
-    """What a descriptor stands for."""
+    """An open file of a process."""
 
     def ready(self) -> int:
-        """What epoll says of it."""
+        """Its epoll events."""
 
     def vanish(self) -> None:
         """Its process has ended."""
@@ -70,7 +70,7 @@ class SimPoller(Poller):
         return 0 if watched is None else watched[0].ready() & (watched[1] | ALWAYS)
 
     def ready(self) -> list[tuple[int, int]]:
-        """What epoll would tell now, in any order."""
+        """The events that epoll would report now, in any order."""
         found = [(fd, told) for fd in self._watched if (told := self._told(fd))]
         if len(found) > 1:
             self._rng.shuffle(found)
@@ -117,7 +117,7 @@ class SimIoLoop(IoLoop):
         return self._turning
 
     def _join(self, timeout_s: float) -> bool:
-        """Whoever stops it waits: it does what was posted, and ends."""
+        """The stopping thread waits: the loop runs posted calls, and ends."""
         if not self.over:
             self._go()
         return True

@@ -212,8 +212,8 @@ class CheckedLeader(Leader):
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a node is made with, and whom it tells what it does: that it takes nothing new, and that it has
-    drained and goes."""
+    """The parts of a node, and the callbacks for its news: that it takes nothing new, and that it has drained
+    and leaves."""
 
     state: SimState
     causes: Causes
@@ -223,11 +223,11 @@ class NodeParts:
 
 
 class LeaderNode(NodeView):
-    """One replica in one life."""
+    """One incarnation of a replica."""
 
-    def __init__(self, parts: NodeParts, spec: NodeSpec, life: int) -> None:
+    def __init__(self, parts: NodeParts, spec: NodeSpec, restart: int) -> None:
         state = parts.state
-        super().__init__(state.world, f"{spec.name}#{life}" if life else spec.name)
+        super().__init__(state.world, f"{spec.name}#{restart}" if restart else spec.name)
         self.parts = parts
         self.state = state
         self.causes = parts.causes
@@ -235,7 +235,7 @@ class LeaderNode(NodeView):
         self.spec = spec
         self.rng: random.Random = state.world.rng(f"node {self.name}")
         self.me = state.identity(spec, self.rng)
-        self.instance_life = state.instance_lives[spec.instance]
+        self.instance_restart = state.instance_restarts[spec.instance]
         self.world_timing: Timing = state.timing
         self.skewed = SkewedClock(state.world, spec.clock_offset_s, spec.clock_rate)
         self.clock: Clock = self.skewed
@@ -324,7 +324,7 @@ class LeaderNode(NodeView):
         )
 
     def record(self) -> InstanceRecord:
-        """What the registry is told."""
+        """The record for the registry."""
         return InstanceRecord(
             incarnation=self.me.incarnation,
             role=self.spec.role,
@@ -350,7 +350,7 @@ class LeaderNode(NodeView):
         self.wake()
 
     def changed(self, change: Change) -> None:
-        """What a manager says of a hand-off."""
+        """A manager's change of a hand-off."""
         self.leader.changed(change)
         self.wake()
 
@@ -422,7 +422,7 @@ class LeaderNode(NodeView):
 
     def drain(self) -> None:
         """SIGTERM."""
-        self.causes.struck("drained", self)
+        self.causes.record("drained", self)
         self.draining = True
         self.put(Drain())
         if self.draining_since is None:
@@ -434,7 +434,7 @@ class LeaderNode(NodeView):
         has it take requests again then, and it is told to turn `late_s` after that."""
         if not self.draining and not self.steered:
             self.steered = True
-            self.causes.struck("drained", self)
+            self.causes.record("drained", self)
             self.put(Hold(True))
             self._look(LOOKS, resumes, late_s)
 
@@ -493,7 +493,7 @@ class LeaderNode(NodeView):
         """Every open session."""
         return list(self.plane.sessions.values())
 
-    # ---- life ------------------------------------------------------------------------------------
+    # ---- start and end ------------------------------------------------------------------------------------
 
     def jump(self, seconds: float) -> None:
         """The machine stood still, and its clock did not."""
@@ -503,7 +503,7 @@ class LeaderNode(NodeView):
         self.wake()
 
     def stood_still(self) -> None:
-        """It goes on now."""
+        """The process continues after a pause."""
         self.resumed_at = self.world.now
 
     def squeeze(self, pages: int) -> None:

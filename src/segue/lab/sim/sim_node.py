@@ -78,7 +78,7 @@ class CheckedExchange(Exchange):
         if node.faults.event_fails and isinstance(about, UNDECIDED):
             node.faults.event_fails -= 1
             node.state.counts[f"exception at {type(about).__name__}"] += 1
-            node.struck_at = node.world.now
+            node.failed_at = node.world.now
             raise Injected(f"injected into {type(about).__name__}")
         try:
             effects = super().handle(event, now)
@@ -98,7 +98,7 @@ class CheckedExchange(Exchange):
 
 
 class SimManager(KVManager):
-    """Production's manager; faults strike between its effects."""
+    """Production's manager; faults are injected between its effects."""
 
     def __init__(self, node: KVNode, config: KVConfig, runtime: LeaderRuntime) -> None:
         self._sim_node = node
@@ -128,7 +128,7 @@ class SimManager(KVManager):
         if node.faults.effect_fails and isinstance(effect, BREAKABLE):
             node.faults.effect_fails -= 1
             node.state.counts[f"exception in {type(effect).__name__}"] += 1
-            node.struck_at = node.world.now
+            node.failed_at = node.world.now
             # Before or after it was done; but a checksum that was taken on is answered, and not refused too.
             if not isinstance(effect, events.ComputeChecksum) and node.rng.random() < 0.5:
                 super()._carry_out(effect)
@@ -295,7 +295,7 @@ class KVNode(LeaderNode, KVView):
 
     scheduler: PrefillScheduler | DecodeScheduler
 
-    def __init__(self, parts: NodeParts, spec: NodeSpec, life: int) -> None:
+    def __init__(self, parts: NodeParts, spec: NodeSpec, restart: int) -> None:
         #: from a rank to one of a decode node, over a transport
         self.paths: dict[tuple[int, RankId, str], DataPath] = {}
         self.hearing = Hearing(self)
@@ -311,7 +311,7 @@ class KVNode(LeaderNode, KVView):
         self.ended_ranks: set[int] = set()
         self._pool_at = 0
         self.rooms = RoomEngine(self)
-        super().__init__(parts, spec, life)
+        super().__init__(parts, spec, restart)
 
     def _make_scheduler(self) -> Scheduler:
         config = KVConfig(
@@ -372,7 +372,7 @@ class KVNode(LeaderNode, KVView):
             rank.worker.signal(number)
 
     def told(self, change: events.Change) -> None:
-        """What the manager says of a half, to the engine that has it."""
+        """Pass a manager's change of a half to the engine that owns it."""
         if change.key in self.rooms.halves:
             self.after(self.world_timing.hop_s, self.rooms.heard, change)
         else:
@@ -389,7 +389,7 @@ class KVNode(LeaderNode, KVView):
         return list(self.rooms.halves)
 
     def owned(self, key: RoomKey) -> set[int]:
-        """What whoever has this half holds for it."""
+        """The pages that the owner of this half holds for it."""
         scheduler: Any = self.scheduler
         entry, half = scheduler.table.get(key), self.rooms.halves.get(key)
         found: set[int] = set() if half is None else set(half.pages)
@@ -423,7 +423,7 @@ class KVNode(LeaderNode, KVView):
 
     @property
     def handles(self) -> dict[RoomKey, KVSender | KVReceiver]:
-        """What the role still holds."""
+        """The handles that the role still holds."""
         return self.manager.handles
 
     def checked(self, check: Callable[..., None], *args: Any) -> None:
@@ -457,7 +457,7 @@ class KVNode(LeaderNode, KVView):
         return sorted(found, key=lambda path: peer is None or path.name != peer.transport)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Where in our pool an address is; None if not all of these bytes are in it."""
+        """The offset of an address in our pool; None unless all of these bytes are in it."""
         offset = address - self._pool_at
         return offset if 0 <= offset <= len(self.engine.memory) - nbytes else None
 

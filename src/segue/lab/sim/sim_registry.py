@@ -102,10 +102,10 @@ class CheckedStore(RegistryStore):
 
 
 class RegistryNode(Process):
-    """The registry in one life."""
+    """One incarnation of the registry."""
 
-    def __init__(self, state: SimState, life: int) -> None:
-        super().__init__(state.world, f"registry#{life}" if life else "registry")
+    def __init__(self, state: SimState, restart: int) -> None:
+        super().__init__(state.world, f"registry#{restart}" if restart else "registry")
         rng = state.world.rng(self.name)
         self.clock = SkewedClock(state.world, 0.0, 1.0)
         self.loop = SimLoop(self, self.clock, state.network, HOST)  # type: ignore[abstract]
@@ -118,7 +118,7 @@ class RegistryNode(Process):
 
 
 class Member:
-    """What one process does with the registry: one as in `server.instance.instance`, a frontend by its
+    """One process' use of the registry: an instance as in `server.instance.instance`, a frontend by its
     fleet."""
 
     def __init__(
@@ -147,7 +147,7 @@ class Member:
 
     @property
     def view(self) -> dict[LeaderId, InstanceRecord]:
-        """What the process believes that the registry lists."""
+        """The instances that the process takes for listed."""
         return self.process.view if isinstance(self.process, FrontNode) else self._view
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -221,21 +221,21 @@ class Member:
 
 
 class SimRegistry:
-    """The registry over all its lives, its members, and what must be true of them."""
+    """All incarnations of the registry, its members, and their rules."""
 
     def __init__(self, state: SimState) -> None:
         self.state = state
         self.world = state.world
         self.node: RegistryNode | None = None
         self.members: dict[Process, Member] = {}
-        self._lives = 0
+        self._restarts = 0
 
     def start(self) -> None:
         """A registry that knows nobody."""
         if self.node is not None:
             return
-        self.node = RegistryNode(self.state, self._lives)
-        self._lives += 1
+        self.node = RegistryNode(self.state, self._restarts)
+        self._restarts += 1
         self._trouble_for(0.0)
         self.world.note("registry", f"starts as {self.node.name}")
 
@@ -277,7 +277,7 @@ class SimRegistry:
 
     # ---- faults -----------------------------------------------------------------------------------
 
-    def strike(self, fault: Fault, member: Process | None) -> None:
+    def inject(self, fault: Fault, member: Process | None) -> None:
         """A fault of the registry, or of what lies between it and one of its members."""
         world, network, node, kind = self.world, self.state.network, self.node, fault.kind
         match kind.removeprefix("registry "):
@@ -387,7 +387,7 @@ class SimRegistry:
                 self._wrong(watcher, f"does not know that {process.name} drains")
 
     def _is_there(self, process: NodeView, now: float) -> bool:
-        """For long enough it has joined, lives and is not cut off."""
+        """Whether it has been registered, alive and connected for long enough."""
         member, registry = self.members[process], self.node
         assert registry is not None
         if not process.alive or member.left or member.joined_at is None:

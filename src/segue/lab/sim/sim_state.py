@@ -1,4 +1,4 @@
-"""What the parts of one simulated deployment share. It starts nothing and checks nothing."""
+"""The state that the parts of one simulated deployment share. It starts nothing and checks nothing."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class SimState:
         #: nothing in this scenario makes a request fail
         self.calm = not scenario.features - {"client abort", "bad request", "skew", "leg delay"}
 
-        #: each process that ever was, and the present life of each leader and frontend by its name
+        #: all processes so far, and the present incarnation of each leader and frontend by its name
         self.by_leader: dict[LeaderId, Process] = {}
         self.nodes: dict[str, Process] = {}
         self.fronts: dict[str, Process] = {}
-        #: what each leader of an instance is in its next life, and where
+        #: the role and address of each leader's next incarnation
         self.specs = {spec.name: spec for spec in scenario.nodes}
         self.addresses = Addresses(scenario.nodes, self.world.rng("places"))
-        self.instance_lives: Counter[str] = Counter()
+        self.instance_restarts: Counter[str] = Counter()
 
         self.counts: Counter[str] = Counter()
         #: faults that took place, by kind
-        self.struck: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
         self.asked: dict[str, Asked] = {}
         self.rooms: dict[int, Asked] = {}
         #: rooms that were opened without a placement (`OpenRoom`)
@@ -91,9 +91,9 @@ class SimState:
         )
 
     def identity(self, spec: NodeSpec, rng: random.Random) -> LeaderId:
-        """Who a leader is in this life of its instance: of the same incarnation as its other leaders."""
+        """The id of a leader in the present incarnation of its instance, which all its leaders share."""
         if spec.dp_size == 1:
             return new_leader(rng)
         instance = spec.instance
-        rng = self.world.rng(f"incarnation {self.instance_lives[instance]} of {instance}")
+        rng = self.world.rng(f"incarnation {self.instance_restarts[instance]} of {instance}")
         return LeaderId(new_leader(rng).incarnation, spec.dp_rank)

@@ -28,8 +28,8 @@ class SimSupervisor:
         self._registry = registry
         self._parts = NodeParts(state, causes, checks, registry.say_draining, self._leave)
         self._rng = state.world.rng("supervisors")
-        self._lives: Counter[str] = Counter()
-        #: the present life of each leader, and of each frontend
+        self._restarts: Counter[str] = Counter()
+        #: restarts of each leader and each frontend
         self.nodes: dict[str, LeaderNode] = {}
         self.fronts: dict[str, FrontNode] = {}
 
@@ -44,40 +44,40 @@ class SimSupervisor:
     def start_instance(self, instance: str) -> None:
         """All leaders of an instance, in a new incarnation."""
         state = self._state
-        state.instance_lives[instance] += 1
+        state.instance_restarts[instance] += 1
         for spec in list(state.specs.values()):
             if spec.instance == instance:
                 state.addresses.settle(spec.name)
-                self._start_node(spec.name, state.instance_lives[instance])
+                self._start_node(spec.name, state.instance_restarts[instance])
 
-    def _start_node(self, name: str, instance_life: int) -> None:
+    def _start_node(self, name: str, instance_restart: int) -> None:
         state = self._state
-        spec, life = state.specs[name], self._lives[name]
-        if state.instance_lives[spec.instance] != instance_life:
+        spec, restart = state.specs[name], self._restarts[name]
+        if state.instance_restarts[spec.instance] != instance_restart:
             return
-        self._lives[name] += 1
+        self._restarts[name] += 1
         make = LeaderNode if spec.role is Role.UNIFIED else KVNode
         try:
-            node = make(self._parts, spec, life)
+            node = make(self._parts, spec, restart)
         except ConfigError as error:
             # Its process ends with this sentence, and its supervisor tries again.
             if "in use by another process" not in str(error):
                 raise
             state.counts["addresses taken"] += 1
-            self._world.after(0.1, None, self._start_node, name, instance_life)
+            self._world.after(0.1, None, self._start_node, name, instance_restart)
             return
         self.nodes[name] = state.nodes[name] = node
         state.by_leader[node.me] = node
-        self._causes.struck("started", node)
+        self._causes.record("started", node)
         self._world.note(node.name, f"starts as {spec.role} {node.me} at {node.host}:{node.port}")
         self._registry.join(node)
 
     def start_front(self, index: int) -> None:
-        """A frontend, in a new life."""
+        """A new incarnation of a frontend."""
         state, name = self._state, f"front{index}"
-        life = self._lives[name]
-        self._lives[name] += 1
-        front = FrontNode(state, self._causes, self._checks.answers, index, life)
+        restart = self._restarts[name]
+        self._restarts[name] += 1
+        front = FrontNode(state, self._causes, self._checks.answers, index, restart)
         self.fronts[name] = state.fronts[name] = front
         state.by_leader[front.me] = front
         self._registry.join(front)
@@ -87,7 +87,7 @@ class SimSupervisor:
         if not process.alive:
             return
         self._world.note(process.name, "is killed")
-        self._causes.struck("killed", process)
+        self._causes.record("killed", process)
         if isinstance(process, LeaderNode) and any(n.alive for n in leaders_of(process) if n is not process):
             self._state.counts["leaders that ended beside others of their incarnation"] += 1
         process.kill()
@@ -115,9 +115,9 @@ class SimSupervisor:
         node.loop.enter(node.loop.create_task, leaving())
 
     def restart(self, old: LeaderNode | FrontNode) -> None:
-        """What has ended comes back, an instance as a whole: what is left of it ends before."""
+        """Restart an ended process, an instance as a whole: the rest of it ends before."""
         if isinstance(old, LeaderNode):
-            if self._state.instance_lives[old.spec.instance] != old.instance_life:
+            if self._state.instance_restarts[old.spec.instance] != old.instance_restart:
                 return
             if any(node.alive for node in leaders_of(old)):
                 self._world.after(self._rng.choice((0.0, 0.5, 3.0)), None, self._end_the_rest, old)

@@ -59,7 +59,7 @@ class Carrier(Protocol):
 
 
 class _Options:
-    """What production sets of a connection's socket."""
+    """Socket options that production sets."""
 
     family = socket.AF_INET
 
@@ -98,7 +98,7 @@ class Socket(asyncio.Transport):
     # ---- what loops and protocols call -------------------------------------------------------------
 
     def attach(self, protocol: Any) -> None:
-        """From now on `protocol` hears what comes, and what has come before."""
+        """`protocol` gets received bytes from now on, and those from before."""
         self.protocol = protocol
         protocol.connection_made(self)
         if isinstance(protocol, session.Connection) and not self._options.nodelay and not self.over:
@@ -349,11 +349,11 @@ class SimListener:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where others find it."""
+        """The address at which others find it."""
         return self.loop.host, self._bound[1]
 
     def fileno(self) -> int:
-        """It has no descriptor."""
+        """-1: it has no descriptor."""
         return -1
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from segue.lab.sim.world import Process
 
 
 class ProcessEnded(BaseException):
-    """What a blocked call raises when its process is killed: nothing may catch it."""
+    """Raised in a blocked call when its process is killed: nothing may catch it."""
 
 
 class _Carrier:

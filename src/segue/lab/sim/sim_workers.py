@@ -53,7 +53,7 @@ class PipeEnd:
         return self._closed
 
     def get_write_buffer_size(self) -> int:
-        """What has been said and not been read."""
+        """Bytes that were written and not read."""
         return self._under_way
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class SimWorkerRank(WorkerRank):
         def broken(*_args: Any) -> None:
             setattr(self._rank, name, normal)
             self._node.state.counts[f"exception in a worker: {name}"] += 1
-            self._node.struck_at = self._node.world.now
+            self._node.failed_at = self._node.world.now
             raise Injected(f"injected into {name} of a worker")
 
         setattr(self._rank, name, broken)

@@ -24,7 +24,7 @@ LINGER = b"\x01\x00\x00\x00\x00\x00\x00\x00"
 
 
 class Streams:
-    """Who listens where, in one deployment."""
+    """The listeners of one deployment."""
 
     def __init__(self, latency_s: float) -> None:
         self.latency_s = latency_s
@@ -75,7 +75,7 @@ class SimSocket:
 
     @property
     def host(self) -> str:
-        """Where its process is seen."""
+        """The host at which its process is seen."""
         return self.net.host
 
     # ---- what production calls -------------------------------------------------------------------
@@ -248,7 +248,7 @@ class SimSocket:
             self._waiter = None
 
     def ready(self) -> int:
-        """What epoll says of it."""
+        """Its epoll events."""
         if self.listening is not None:
             return select.EPOLLIN if self.backlog else 0
         inward, outward = self.inward, self.outward

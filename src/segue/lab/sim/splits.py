@@ -51,7 +51,7 @@ class Split(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Those of both, and what they divide: `heads` of each layer, or one latent."""
+    """The splits of both sides, and the divided dimension: `heads` of each layer, or one latent."""
 
     prefill: Split = Split()
     decode: Split = Split()
@@ -69,7 +69,7 @@ class Splits(NamedTuple):
         return self.prefill != Split() or self.decode != Split()
 
     def of(self, role: Role) -> Split:
-        """That of an instance."""
+        """The split of an instance's role."""
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(role, Split())
 
 

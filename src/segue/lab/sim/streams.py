@@ -1,4 +1,4 @@
-"""What production's `tcp` and `shm` of one process ask of their host: descriptors, listeners, connects.
+"""The host of production's `tcp` and `shm` for one process: descriptors, listeners, connects.
 
 Sockets are in `sockets.py`, what travels between two of them is in `flow.py`.
 """
@@ -23,7 +23,7 @@ from segue.lab.sim.world import Process
 
 
 class SimNet(Net):
-    """What production's `tcp` of one node runs on."""
+    """The network of one node for production's `tcp`."""
 
     def __init__(self, node: KVView, rank: int) -> None:
         self.node = node
@@ -41,7 +41,7 @@ class SimNet(Net):
 
     @cached_property
     def _keys(self) -> random.Random:
-        return self.node.world.rng(f"keys {self.node.me} {self.rank}")  # no two lives have the same
+        return self.node.world.rng(f"keys {self.node.me} {self.rank}")  # each incarnation has its own
 
     def random_bytes(self, nbytes: int) -> bytes:
         return self._keys.randbytes(nbytes)
@@ -53,7 +53,7 @@ class SimNet(Net):
         return fd
 
     def at(self, fd: int) -> Any:
-        """What a descriptor stands for."""
+        """The object of a descriptor."""
         return self._fds[fd]
 
     @property
@@ -62,12 +62,12 @@ class SimNet(Net):
         return self._fds
 
     def closed(self, fd: int) -> None:
-        """It is free again."""
+        """The descriptor is free again."""
         del self._fds[fd]
         self.poller.closed(fd)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Where in the process's pool an address is."""
+        """The offset of an address in the process's pool."""
         return self.node.offset_of(address, nbytes)
 
     def need_descriptor(self) -> None:

@@ -46,7 +46,7 @@ class Pidfd:
         return select.EPOLLIN if self.process.ended else 0
 
     def vanish(self) -> None:
-        """Whoever holds it is gone."""
+        """The holder of the descriptor has ended."""
 
 
 class Shared(bytearray):
@@ -194,12 +194,12 @@ class UnixSocket:
             self.other.changed()
 
     def cut(self) -> None:
-        """The socket is closed under a process that lives (a bug of it, or a meddler)."""
+        """The socket of a living process is closed (a bug, or another program)."""
         self.ended = True
         self.changed()
 
     def ready(self) -> int:
-        """What epoll says of it."""
+        """Its epoll events."""
         if self.listening is not None:
             return select.EPOLLIN if self.backlog else 0
         if self.other is None:

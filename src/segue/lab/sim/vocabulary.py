@@ -138,7 +138,7 @@ ODD = ("", "", "model", "layers", "layers", "model and layers")
 #: What a rank is asked for that may raise in its worker.
 RANK_CALLS = ("connect", "write", "grant", "fence", "checksum")
 
-#: Where a fault can strike: right after the next one of these.
+#: Events after which a fault can be injected: right after the next one of these.
 TRIGGERS = (
     "Publish",
     "Destination",
@@ -273,7 +273,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "role exception": (Draw("role exception", 4, "any", triggers=ITEMS_AFTER),),
     "data stall": (Draw("data stall", 2, "prefill", "decode", seconds=_SILENT_S),),
     "half open": (Draw("half open", 2, "prefill", "decode"),),
-    # A path that is cut must be opened anew, which is where these strike.
+    # These occur when a path that was cut is opened again.
     "deaf port": (Draw("deaf port", 1, "decode", seconds=_SILENT_S), _CUT),
     "no data descriptors": (Draw("no data descriptors", 1, "kv"), _CUT),
     "head flip": (Draw("head flip", 4, "prefill", "decode"),),

@@ -103,7 +103,7 @@ class World:
         return count
 
     def hasten(self, process: Process, call: Callable[..., None], when: Callable[..., float | None]) -> None:
-        """What `call` is to do in `process` is due when `when` of its arguments says, if that is earlier."""
+        """Run `call` in `process` when `when` of its arguments says, if that is earlier."""
         for place, (time, number, whose, what, args) in enumerate(self.heap):
             if whose is process and what == call and (due := when(*args)) is not None and due < time:
                 self.heap[place] = (due, number, whose, what, args)
@@ -123,7 +123,7 @@ class World:
 
 
 class Process:
-    """One process in one life. A dead one never runs again; a paused one runs what it missed, in order."""
+    """One incarnation of a process. A dead one never runs again; a paused one later runs what it missed."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -138,7 +138,7 @@ class Process:
         #: when its clock last jumped
         self.jumped_at = -1.0
         #: when a fault last raised inside it
-        self.struck_at = -1.0
+        self.failed_at = -1.0
         self.frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         #: its threads that may be inside a call that waits: see `threads`
         self.threads: list[Any] = []
@@ -188,7 +188,7 @@ class SkewedClock:
         return self._offset_s + self._world.now * self.rate
 
     def jump(self, seconds: float) -> None:
-        """It shows more from now on."""
+        """The clock shows more from now on."""
         self._offset_s += seconds
 
     def delay_until(self, local: float) -> float:

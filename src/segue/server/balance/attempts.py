@@ -22,13 +22,13 @@ from segue.server.balance.policy import Candidate, PlacementRequest, Policy
 LOSSES = frozenset({ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED})
 
 #: The two halves cannot be joined: another try of this pair is in vain, another pair may do.
-MISFITS = frozenset({ErrorCode.PEER_REFUSED, ErrorCode.LAYOUT_MISMATCH})
+INCOMPATIBLE = frozenset({ErrorCode.PEER_REFUSED, ErrorCode.LAYOUT_MISMATCH})
 
 #: One half cannot reach the other: it may be either's fault, or that of what is between them.
 UNREACHED = frozenset({ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIMEOUT})
 
 #: Something went wrong between the two halves, and neither is known to be at fault.
-_OF_THE_PAIR = MISFITS | {ErrorCode.TRANSFER_FAILED, ErrorCode.CHECKSUM_MISMATCH}
+_OF_THE_PAIR = INCOMPATIBLE | {ErrorCode.TRANSFER_FAILED, ErrorCode.CHECKSUM_MISMATCH}
 
 
 class Next(enum.Enum):
@@ -199,7 +199,7 @@ class Attempts:
             self._pair_failures.add(self._route[0])
         if failed == self.kv_holder:
             self.kv_holder = None
-        elsewhere = error.retryable or error.code in MISFITS
+        elsewhere = error.retryable or error.code in INCOMPATIBLE
         if not elsewhere or self.begun >= self.limit:
             return Next.END
         return Next.CONTINUE if self.delivered else Next.PLACE_AGAIN

@@ -26,7 +26,7 @@ from segue.kv import (
     model_difference,
     status_of,
 )
-from segue.server.balance.attempts import LOSSES, MISFITS, UNREACHED, Attempts, Next
+from segue.server.balance.attempts import INCOMPATIBLE, LOSSES, UNREACHED, Attempts, Next
 from segue.server.balance.policies import POLICY_NAMES, PrefixAware, make_policy
 from segue.server.balance.policy import PlacementRequest, Policy, RandBelow
 from segue.server.balance.prefix_index import PrefixIndex
@@ -34,12 +34,12 @@ from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.fleet.replica import Replica, Route
 
 #: Not a worker's fault, so nobody is avoided for it (lesson 11).
-_NOBODYS_FAULT = MISFITS | {ErrorCode.DRAINING, ErrorCode.DEADLINE_EXCEEDED}
+_NOBODYS_FAULT = INCOMPATIBLE | {ErrorCode.DRAINING, ErrorCode.DEADLINE_EXCEEDED}
 
 #: One worker's end fails all that ran there at once; it says nothing about the others, so what follows it
 #: is bounded by each request's attempts and not by the fleet's budget. A pair that cannot be joined is
 #: remembered, so that it costs one retry in its life.
-_UNBUDGETED = LOSSES | MISFITS | UNREACHED | {ErrorCode.DRAINING}
+_UNBUDGETED = LOSSES | INCOMPATIBLE | UNREACHED | {ErrorCode.DRAINING}
 
 FIRST_COOL_S = 0.5
 LONGEST_COOL_S = 30.0
@@ -337,7 +337,7 @@ class Router:
             attempts.lost_together([r for r in self._replicas if r.incarnation == at.incarnation])
         # A full worker is not asked again at once; a lost one may have a successor soon.
         hopeless = info.code is ErrorCode.OUT_OF_CAPACITY and self._alone(failed)
-        if info.code in MISFITS:
+        if info.code in INCOMPATIBLE:
             hopeless = not self._refuse(route)
         if follows is Next.END or hopeless or not self.may_retry(info.code, follows):
             return Next.END

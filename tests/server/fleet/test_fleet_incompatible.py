@@ -15,12 +15,12 @@ from segue.server.messages.control import Outputs, Submit
 
 
 class Refusing(Leader):
-    """A leader that cannot be joined with the replica `misfit` (a `LeaderId`)."""
+    """A leader that cannot be joined with the replica `incompatible` (a `LeaderId`)."""
 
-    misfit = ""
+    incompatible = ""
 
     def answer(self, session: Any, submit: Submit) -> None:
-        if self.misfit in (submit.ticket.prefill, submit.ticket.decode):
+        if self.incompatible in (submit.ticket.prefill, submit.ticket.decode):
             info = ErrorInfo(code=ErrorCode.PEER_REFUSED, text="no common transport", retryable=False)
             session.send(Outputs([Output(request_id=submit.request.request_id, error=info)]))
         else:
@@ -101,14 +101,14 @@ def test_a_pair_that_refuses_one_another_costs_one_attempt_in_its_life(role: Rol
         for leader in made:
             await add(rig, leader)
         assert await rig.run() == [5, 6, 7]
-        misfit = Refusing(role)
-        for leader in (*made, misfit):
-            leader.misfit = misfit.node.me
-        await add(rig, misfit)
+        incompatible = Refusing(role)
+        for leader in (*made, incompatible):
+            leader.incompatible = incompatible.node.me
+        await add(rig, incompatible)
         for _ in range(30):
             assert await rig.run() == [5, 6, 7]
             assert rig.fleet.proven
-        assert len(misfit.submits) == 1
+        assert len(incompatible.submits) == 1
 
     run(test)
 
@@ -116,7 +116,7 @@ def test_a_pair_that_refuses_one_another_costs_one_attempt_in_its_life(role: Rol
 def test_a_pair_that_refuses_one_another_and_is_alone_ends_the_request_at_once() -> None:
     async def test(rig: Rig) -> None:
         prefill, decode = Leader(Role.PREFILL), Refusing(Role.DECODE)
-        decode.misfit = prefill.node.me
+        decode.incompatible = prefill.node.me
         await add(rig, prefill)
         await add(rig, decode)
         with pytest.raises(SegueError, match="no common transport") as caught:

@@ -54,8 +54,8 @@ def served(cluster: Cluster, asks: list[traffic.Ask]) -> dict[traffic.Ask, list[
     return {r.ask: r.tokens for r in results}
 
 
-#: What the misfit's log says, and what is started.
-MISFITS = {
+#: The log line of the incompatible instance, and its flags.
+INCOMPATIBLE = {
     "dtype": ("start both with --dtype float32", ("--dtype", "float16")),
     "model": ("start both with the same --model, --revision and --dtype", ("--dtype", "float32")),
     "transport": (
@@ -76,37 +76,37 @@ MISFITS = {
         pytest.param("prefill", "transport", marks=pytest.mark.soak),
     ],
 )
-def test_a_misfit_disturbs_nobody_and_hears_what_to_change(
+def test_an_incompatible_peer_disturbs_no_other_and_learns_what_to_change(
     cluster: Cluster, tiny: Path, other_model: Path, role: str, what: str
 ) -> None:
-    said, flags = MISFITS[what]
+    said, flags = INCOMPATIBLE[what]
     asks = traffic.asks(5, 16, vocab=VOCAB - 8, longest=200, max_tokens=12)
     assert any(len(ask.prompt) > 64 for ask in asks), "one must be too long for the other model"
     wanted = served(cluster, asks)
     model = other_model if what == "model" else tiny
     registry = f"http://127.0.0.1:{cluster.registry.port}"
-    words = ("--registry", registry, "--model", str(model), "--served-model-name", MODEL, "--name", "misfit")
-    with Served(*words, *SMALL, *flags, command=role) as misfit:
+    words = ("--registry", registry, "--model", str(model), "--served-model-name", MODEL, "--name", "odd-one")
+    with Served(*words, *SMALL, *flags, command=role) as odd:
         # Who dials hears why: decode.
-        listener = misfit if role == "decode" else cluster.parts["decode-0"]
-        port = cluster.ports("prefill-0")[0] if role == "decode" else int(misfit.line.rpartition(":")[2])
+        listener = odd if role == "decode" else cluster.parts["decode-0"]
+        port = cluster.ports("prefill-0")[0] if role == "decode" else int(odd.line.rpartition(":")[2])
         heard = re.compile(rf"cannot join \S+:{port}: .*{re.escape(said)}")
         assert listener.logged(heard)
         tried = listener.logged(re.compile(rf"cannot join \S+:{port}: "))
         reasons = [line.partition("cannot join")[2] for line in tried]
         assert all(one != after for one, after in pairwise(reasons)), "what stays as it is is said once"
-        [(name, _)] = misfit.states().items()
+        [(name, _)] = odd.states().items()
         until = time.monotonic() + 60
-        while len(misfit.states()[name]["sessions"]) < 1:  # nobody tells a test that the frontend has come
+        while len(odd.states()[name]["sessions"]) < 1:  # nobody tells a test that the frontend has come
             assert time.monotonic() < until, "the frontend has no session to it"
             time.sleep(0.05)
         for _ in range(3):
             assert served(cluster, asks) == wanted
             assert ready(cluster)
-        assert misfit.states()[name]["at_rest"]
-        assert "Traceback" not in misfit.log()
+        assert odd.states()[name]["at_rest"]
+        assert "Traceback" not in odd.log()
         # A deployment at rest has a session from each half to each other one, which these refuse.
-        assert misfit.stop(at_rest=False) == 0
+        assert odd.stop(at_rest=False) == 0
     assert served(cluster, asks[:4]) == {ask: wanted[ask] for ask in asks[:4]}
     assert ready(cluster)
     cluster.rest()

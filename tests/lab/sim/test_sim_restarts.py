@@ -46,7 +46,7 @@ def fault(kind: str, node: str, at: float, amount: int, name: str = "f0") -> Fau
     return Fault(name, kind, at, node, seconds=0.01, amount=amount)
 
 
-def lives(scenario: Scenario) -> Deployment:
+def restarting(scenario: Scenario) -> Deployment:
     deployment = Deployment(scenario)
     try:
         deployment.run()
@@ -67,7 +67,7 @@ def test_no_two_instances_are_ever_at_one_address_and_left_ones_are_taken_again(
             addresses.settle(name)
             assert addresses.of(name) == before  # it did not want to move
             addresses.move(name)
-            assert addresses.of(name) == before  # nor does it before its last life has ended
+            assert addresses.of(name) == before  # nor does it before its last incarnation has ended
             addresses.settle(name)
             assert addresses.of(name) != before
             assert len({addresses.of(n) for n in names}) == len(names)
@@ -80,7 +80,7 @@ def test_no_two_instances_are_ever_at_one_address_and_left_ones_are_taken_again(
 def test_an_instance_that_moves_is_served_at_its_new_address(ends: int) -> None:
     spec = make_scenario(CALM).nodes[0]
     first = spec.name
-    deployment = lives(with_faults(fault("move", first, 0.05, ends)))
+    deployment = restarting(with_faults(fault("move", first, 0.05, ends)))
     node = deployment.nodes[first]
     assert (node.host, node.port) != Addresses([spec], random.Random(0)).of(first)
     assert node.name == f"{first}#1"
@@ -94,7 +94,7 @@ def test_a_role_changes_at_the_same_address_and_the_other_side_keeps_one(ends: i
     prefills = [n.name for n in scenario.nodes if n.role is Role.PREFILL]
     decodes = [n.name for n in scenario.nodes if n.role is Role.DECODE]
     faults = [fault("role change", name, 0.05 + i, ends, f"f{i}") for i, name in enumerate(prefills)]
-    deployment = lives(with_faults(*faults))
+    deployment = restarting(with_faults(*faults))
     before = Addresses(scenario.nodes, random.Random(0))
     roles = {name: node.spec.role for name, node in deployment.nodes.items()}
     assert all(roles[name] is not Role.PREFILL for name in prefills)
@@ -117,13 +117,13 @@ def test_a_path_fault_finds_its_path_after_the_roles_were_swapped() -> None:
     late = [replace(r, at=r.at + 0.7) for r in scenario.requests]
     deployment = Deployment(replace(scenario, features=features, faults=[swap, cut], requests=late))
     slowed: list[float] = []
-    normal = deployment.strikes._path_fault
+    normal = deployment.fault_actions._path_fault
 
-    def watched(struck: Fault, a: object, b: object) -> None:
-        normal(struck, a, b)  # type: ignore[arg-type]
+    def watched(injected: Fault, a: object, b: object) -> None:
+        normal(injected, a, b)  # type: ignore[arg-type]
         slowed.extend(path.slow for node in deployment.nodes.values() for path in node.paths.values())  # type: ignore[attr-defined]
 
-    deployment.strikes._path_fault = watched  # type: ignore[method-assign]
+    deployment.fault_actions._path_fault = watched  # type: ignore[method-assign]
     deployment.run()
     deployment.close()
     assert deployment.nodes[prefill].spec.role is Role.DECODE
@@ -141,10 +141,10 @@ def test_an_instance_of_several_leaders_comes_back_as_a_whole_in_one_new_incarna
 ) -> None:
     scenario = make_scenario(calm_seed(2))
     [first, *_] = mine = [node.name for node in scenario.nodes if node.dp_size == 2][:2]
-    struck = fault(kind, first, 0.05, amount)
-    deployment = lives(replace(scenario, features=frozenset({kind}), faults=[struck]))
+    injected = fault(kind, first, 0.05, amount)
+    deployment = restarting(replace(scenario, features=frozenset({kind}), faults=[injected]))
     nodes = [deployment.nodes[name] for name in mine]
-    assert {node.instance_life for node in nodes} == {2}
+    assert {node.instance_restart for node in nodes} == {2}
     assert len({node.me.incarnation for node in nodes}) == 1
     assert [node.me.dp_rank for node in nodes] == [0, 1]
     assert len({node.spec.role for node in nodes}) == 1
@@ -156,14 +156,14 @@ def test_an_instance_of_several_leaders_comes_back_as_a_whole_in_one_new_incarna
 def test_every_fault_belongs_to_a_feature_and_one_seed_shows_both_new_ones() -> None:
     assert set(FAULTS) <= ALL_FEATURES
     both = [s for s in range(300) if {"move", "role change"} <= make_scenario(s).features][:6]
-    struck = set[str]()
+    seen = set[str]()
     for seed in both:
         outcome = run_scenario(load(seed))
         assert not outcome.failed, outcome.text
-        struck |= set(outcome.struck)
-        if {"move", "role change"} <= struck:
+        seen |= set(outcome.injected)
+        if {"move", "role change"} <= seen:
             return
-    raise AssertionError(f"only {struck} struck")
+    raise AssertionError(f"only {seen} were injected")
 
 
 def test_an_instance_whose_address_is_taken_says_so_and_comes_back_when_it_is_free() -> None:
@@ -211,7 +211,7 @@ def test_what_strikes_while_a_pair_measures_costs_no_request_more_than_at_any_ot
     scenario.transports, scenario.splits = ("shm", "tcp"), ALONE
     outcome = run_scenario(scenario)
     assert not outcome.failed, outcome.text
-    assert outcome.struck[kind] == 1
+    assert outcome.injected[kind] == 1
     assert outcome.counts["writes into scratch"] > 0
     measured = [name for name in outcome.counts if name.startswith("pairs that measured and took")]
     assert sum(outcome.counts[name] for name in measured) > 0
@@ -223,4 +223,4 @@ def test_a_leader_that_has_lost_its_rank_ends_its_hand_offs_at_once() -> None:
         with_faults(Fault("f0", "rank lost", 0.05, decode, seconds=0.3, trigger="Destination"))
     )
     assert not outcome.failed, outcome.text
-    assert outcome.struck["rank lost"] == 1
+    assert outcome.injected["rank lost"] == 1
