@@ -407,8 +407,11 @@ def test_in_direct_mode_a_leader_that_takes_nothing_new_refuses_its_half_itself(
     found = fleet.router.refuser(wanted)
     assert found is not None
     assert (found.room, found.replicas) == (7, (fleet.made["u"],))
+    other_rank = PlacementRequest(7, ranks=RankHints(routed_dp_rank=1))
+    assert fleet.router.refuser(other_rank) is None, "another rank than was asked for might take it"
     fleet.made["u"].session = None
     assert fleet.router.refuser(wanted) is None
+    assert Fleet(("u", Role.UNIFIED)).router.refuser(wanted) is None, "it takes requests"
 
 
 def test_a_rank_that_the_largest_instance_has_may_be_asked_for_also_of_unified_ones() -> None:

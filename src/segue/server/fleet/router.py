@@ -210,7 +210,8 @@ class Router:
     def refuser(self, request: PlacementRequest) -> Route | None:
         """In direct mode, where all replicas are leaders of our own instance: one that takes nothing new. Its
         refusal reaches the instance that has the other half of the request."""
-        there = [r for r in self._replicas.values() if r.session is not None]
+        there = [r for r in self._replicas.values() if r.session is not None and not r.usable]
+        there = _on_rank(there, request.ranks.routed_dp_rank)
         return Route(request.room, there[0], there[0], "it refuses", "unified") if there else None
 
     def _short(self, d: Replica, attempts: Attempts, request: PlacementRequest) -> str:
