@@ -26,7 +26,7 @@ from segue.kv.threads import ThreadPerCall, Waits
 
 
 class _Handle:
-    """What both halves share: phase, error, abort, clear.
+    """The common part of both halves: phase, error, abort, clear.
 
     Read from any thread: `error` (the record, after FAILED), `metadata` (the receiver's, after SUCCESS),
     `released` (True once `Release` was reported), `wire_s` and `nbytes` (seconds and bytes of the transfer,

@@ -67,11 +67,11 @@ class LazyDirectServer:
         self.server: DirectServer | None = None
 
     def counts(self) -> dict[str, int]:
-        """What `/metrics` shows of it."""
+        """Its counters for `/metrics`."""
         return {f"door_{name}": count for name, count in self.tables().items()}
 
     def tables(self) -> dict[str, int]:
-        """What requests hold here; all zero at rest."""
+        """Resources that requests hold here; all zero at rest."""
         return {} if self.server is None else self.server.sizes()
 
     async def close(self) -> None:

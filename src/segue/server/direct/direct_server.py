@@ -55,8 +55,8 @@ Make = Callable[[Generating, ModelCard, str], Plan]
 
 
 class OwnInstance:
-    """What the registry lists, as far as a server in direct mode needs it: the leaders of its own instance as
-    unified ones, so that they get its requests and nobody else does. `prefill` are the prefill instances."""
+    """The registry's list as a server in direct mode needs it: the leaders of its own instance as unified
+    ones, so that only they get its requests. `prefill` are the prefill instances."""
 
     def __init__(self, registry: InstanceWatch, me: Incarnation) -> None:
         self.prefill: list[InstanceRecord] = []
@@ -73,7 +73,7 @@ class OwnInstance:
 
 
 class OneRoom:
-    """Where the samples of one body run: each is a half of its own in one room (`fleet.call.DirectHalf`)."""
+    """The backend of one body's samples: each is a half in one room (`fleet.call.DirectHalf`)."""
 
     def __init__(self, fleet: Fleet, room: int, plan: Plan, prefill: LeaderId | None = None) -> None:
         self._fleet = fleet
@@ -111,11 +111,11 @@ class DirectServer(OpenAIServer):
         self.me = me
 
     def sizes(self) -> dict[str, int]:
-        """What requests hold here; all zero at rest."""
+        """Resources that requests hold here; all zero at rest."""
         return {"calls": self.calls, **self.fleet.sizes()}
 
     def check_model(self, name: str | None) -> None:
-        """As the frontend's; a router that knows of no model says `unknown`."""
+        """Like the frontend's; a router that knows no model sends `unknown`."""
         super().check_model(None if name == "unknown" else name)
 
     async def native(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,7 +160,7 @@ class DirectServer(OpenAIServer):
         return [r for r in there if r.leader.incarnation == self.me.incarnation and r.session is not None]
 
     def loads(self) -> list[dict[str, int]]:
-        """What runs on each DP rank of this instance, by SGLang's names."""
+        """The load of each DP rank of this instance, by SGLang's names."""
         found = [replica.load for replica in self.own() if replica.load is not None]
         return [as_load(load) for load in sorted(found, key=lambda load: load.dp_rank)]
 
@@ -179,8 +179,8 @@ class DirectServer(OpenAIServer):
 
 
 class PrefillDirectServer(DirectServer):
-    """Of a prefill instance. Its leg computes the prompt and opens its room, which decode finds by the number
-    that the router has drawn (SGLang's style) or that the answer carries (vLLM's)."""
+    """The server of a prefill instance. Its leg computes the prompt and opens its room. Decode finds the room
+    by the number that the router has drawn (SGLang's style) or that the answer carries (vLLM's)."""
 
     def __init__(self, *arguments: Any, dp: DpRanks, where: InstanceRecord) -> None:
         super().__init__(*arguments)
@@ -243,8 +243,8 @@ class PrefillDirectServer(DirectServer):
 
 
 class DecodeDirectServer(DirectServer):
-    """Of a decode instance. Its leg gets the answer of the whole request, and its KV from the prefill
-    instance that has the room."""
+    """The server of a decode instance. Its leg gets the answer of the whole request, and its KV from the
+    prefill instance that has the room."""
 
     def __init__(self, *arguments: Any, listed: OwnInstance) -> None:
         super().__init__(*arguments)
@@ -298,7 +298,7 @@ def is_at(record: InstanceRecord, named: Bootstrap) -> bool:
 
 
 def nobody_at(named: Bootstrap) -> SegueError:
-    """What a leg fails with that names the bootstrap address of no prefill instance, or of another one."""
+    """The error of a leg that names the bootstrap address of no prefill instance, or of another one."""
     return BootstrapUnreachable(
         f"no prefill instance that is asked or registered has the bootstrap address "
         f"{named.host[:200]}:{named.port} (its --advertise-host or --host, and its --bootstrap-port)",

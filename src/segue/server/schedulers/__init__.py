@@ -1,1 +1,1 @@
-"""What prefill and decode do with a request, queue by queue. Pure."""
+"""The handling of a request by prefill and decode, queue by queue. Pure."""

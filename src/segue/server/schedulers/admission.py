@@ -1,4 +1,4 @@
-"""Who is here: admission by ticket, the tables of requests, their deadlines, and what frontends are told."""
+"""Admission by ticket, the tables of requests, their deadlines, and the messages to frontends."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Admission:
         self.records.put(state.record(self.config.name, self.config.role, now, error))
 
     def explain(self, request_id: str, now: float) -> list[RequestRecord]:
-        """What is known of a request: its attempts here that have ended, then those that go on."""
+        """The records of a request: its finished attempts here, then the running ones."""
         fits = matcher(request_id)
         here = [s for s in self.requests.values() if fits(s.request.request_id)]
         live = [state.record(self.config.name, self.config.role, now, None) for state in here[:MAX_FOUND]]

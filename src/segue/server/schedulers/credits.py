@@ -22,7 +22,7 @@ ALWAYS = 2
 
 
 class Credits:
-    """What may still be reserved of `pool` while `ahead` is reserved and has not arrived."""
+    """The rest of `pool` that may be reserved while `ahead` is reserved and has not arrived."""
 
     def __init__(self, pool: PagePool, ahead: Iterable[RequestState]) -> None:
         self._page_tokens = pool.page_tokens
@@ -36,6 +36,6 @@ class Credits:
         return self._left > 0 or self._hand_offs[state.ticket.prefill] < ALWAYS
 
     def take(self, state: RequestState) -> None:
-        """It has its pages; cached ones cost nothing."""
+        """The request has its pages; cached ones cost nothing."""
         self._left -= len(state.pages) - state.cached // self._page_tokens
         self._hand_offs[state.ticket.prefill] += 1

@@ -166,7 +166,7 @@ class DecodeScheduler(UnifiedScheduler):
         return True
 
     def on_change(self, change: Change, now: float) -> None:
-        """What the protocol says of a hand-off."""
+        """A change of a hand-off."""
         entry = self.table.get(change.key)
         if entry is None:
             return

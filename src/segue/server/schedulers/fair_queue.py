@@ -62,11 +62,11 @@ class FairQueue:
 
     @property
     def first(self) -> RequestState | None:
-        """Who is next."""
+        """The next request."""
         return next(iter(self._due()), None) or (self._by_place[self._order[0]] if self._order else None)
 
     def _due(self) -> list[RequestState]:
-        """Those that were passed for long enough, by arrival."""
+        """The requests that were passed for long enough, by arrival."""
         late = [state for state, tokens in self._passed.items() if tokens >= self._passed_tokens]
         return sorted(late, key=lambda state: self._entries[state][2])
 

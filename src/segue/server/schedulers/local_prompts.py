@@ -1,4 +1,4 @@
-"""Which prompts a decode instance computes itself: those whose uncached part is at most `tokens` long.
+"""The prompts that a decode instance computes itself: those whose uncached part is at most `tokens` long.
 
 Decode computes a prompt within the steps of the sequences that it generates, which pause for as long as the
 prompt takes. So a prompt is short if it makes them wait no longer than the hand-off would make its own client

@@ -188,9 +188,8 @@ class PrefillScheduler(Scheduler):
     # ---- a new attempt after a failed one ----------------------------------------------------
 
     def _keep(self, state: RequestState, now: float) -> None:
-        """What `state` has computed stays for the attempt that may follow: its whole pages in the prefix
-        tree, the rest aside. Pressure evicts the pages, as any others there. Of a model with a state nothing
-        stays."""
+        """Keep the KV of `state` for a later attempt: whole pages in the prefix tree, the rest on the host.
+        Pressure evicts the pages like any others of the tree. Models with a recurrent state keep nothing."""
         if not self.cache.reusable:
             return
         self.cache.remember(state, state.computed)
@@ -240,7 +239,7 @@ class PrefillScheduler(Scheduler):
     # ---- the hand-off ------------------------------------------------------------------------
 
     def on_change(self, change: Change, now: float) -> None:
-        """What the protocol says of a hand-off."""
+        """A change of a hand-off."""
         entry = self.table.get(change.key)
         if entry is None:
             return
@@ -374,7 +373,7 @@ class PrefillScheduler(Scheduler):
         return self.queue.running
 
     def _tokens(self, state: RequestState) -> int:
-        """Those that are still to be computed."""
+        """The tokens that are still to be computed."""
         return len(state.prompt) - state.computed
 
     @property
@@ -391,7 +390,7 @@ class PrefillScheduler(Scheduler):
 def _signal(
     moments: Mapping[int, list[tuple[int, ReadyEvent]]], seq_ids: Collection[int], layers: int | None = None
 ) -> None:
-    """So many layers of these sequences' chunks are complete on this process's ranks (None: all)."""
+    """This number of layers (None: all) of these sequences' chunks is complete on this process's ranks."""
     for seq_id in seq_ids:
         for upto, ready in moments.get(seq_id, ()):
             if layers is None or upto <= layers:

@@ -19,7 +19,7 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     timeline: dict[str, float] = {}
 
     def encode(self) -> bytes:
-        """As msgpack."""
+        """The result as msgpack."""
         return msgspec.msgpack.encode(self)
 
 

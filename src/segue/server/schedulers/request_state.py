@@ -108,8 +108,8 @@ class RequestState:
         self.path.enter(phase, now, text)
 
     def record(self, where: str, role: str, now: float, error: ErrorInfo | None) -> RequestRecord:
-        """What `segue explain` is told of it; while it has not ended, so far. `handed_bytes` are those of KV
-        that its hand-off has moved."""
+        """The record for `segue explain`, so far. `handed_bytes` are the KV bytes that its hand-off has
+        moved."""
         t = self.ticket
         return RequestRecord(
             request_id=self.request.request_id,
@@ -169,8 +169,8 @@ class RequestState:
 
 
 def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int) -> Usage:
-    """Where the KV of a prompt of `prompt_tokens` came from. What both sides had cached counts as
-    decode's. In a continuation the counts go beyond the prompt; a cached prefix begins with it."""
+    """The sources of the KV of a prompt of `prompt_tokens`. What both sides had cached counts as decode's. In
+    a continuation the counts go beyond the prompt; a cached prefix begins with it."""
     shared = min(decode_cached, prefill_cached, prompt_tokens)
     cached = min(prefill_cached, prompt_tokens) - shared
     return Usage(

@@ -64,7 +64,7 @@ class RetainedPrompts:
             self._pop(next(iter(self._entries)))
 
     def take(self, state: RequestState) -> Retained | None:
-        """What was kept of exactly this prompt, output and sampling; it is not kept any longer."""
+        """Remove and return the KV that was kept for exactly this prompt, output and sampling."""
         retained = self._entries.get(_key(state))
         if retained is None or not _same(retained.request, state.request):
             return None

@@ -59,7 +59,7 @@ class RunningBatch:
         ]
 
     def take_failed(self) -> list[tuple[str, RequestState, Exception]]:
-        """What the engine was asked for, of whom, and what it raised."""
+        """Failed calls to the engine: the call, its request, and the exception."""
         failed, self._failed = self._failed, []
         return failed
 

@@ -1,4 +1,4 @@
-"""What the three schedulers share: one admission, one KV cache, and the one end of a request.
+"""The common part of the three schedulers: one admission, one KV cache, and one end of a request.
 
 A scheduler is a pure object that the leader's loop drives: `plan`, `launched`, then `complete` or
 `step_failed`. While the forward runs everything but `plan` may be called, and what it reads and writes stays
@@ -75,7 +75,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _admit(self, state: RequestState, now: float) -> None:
-        """Where a new request goes. Raises a SegueError to refuse it."""
+        """Put a new request into its queue. Raises a SegueError to refuse it."""
 
     @abstractmethod
     def _refused(self, submit: Submit, error: ErrorInfo) -> None:
@@ -158,7 +158,7 @@ class Scheduler(ABC):
         return state.received_as
 
     def broken_handoff(self, key: RoomKey, error: ErrorInfo, now: float) -> None:
-        """As `broken`, for the request of the half `key`; one that has ended stays ended."""
+        """Like `broken`, for the request of the half `key`; a finished one stays finished."""
         requests = self.admission.requests.values()
         state = next((state for state in requests if self.key_of(state) == key), None)
         if state is not None:
@@ -180,18 +180,18 @@ class Scheduler(ABC):
         return self.admission.next_deadline()
 
     def advance(self, now: float) -> None:
-        """What time brings: every request whose deadline has passed fails, whatever it waits for."""
+        """Advance time: every request whose deadline has passed fails, in any state."""
         while (state := self.admission.next_late(now)) is not None:
             self.fail(state, self._late(state).info, now)
 
     def _late(self, state: RequestState) -> SegueError:
-        """What a request fails with whose deadline has passed."""
+        """The error of a request whose deadline has passed."""
         budget_s = state.deadline - state.entered
         return DeadlineExceeded(f"not finished within {budget_s:.1f} s; it was in phase {state.phase!r}")
 
     @abstractmethod
     def on_change(self, change: Change, now: float) -> None:
-        """What the protocol says of a hand-off, unless `computes` says that it must wait."""
+        """A change of a hand-off, unless `computes` says that it must wait."""
 
     def computes(self, key: RoomKey) -> bool:
         """Whether the running forward works on the request of this half: what the protocol says of it (its
@@ -209,7 +209,7 @@ class Scheduler(ABC):
         self._computing = {step.seq_id: self.admission.by_seq[step.seq_id] for step in steps}
 
     def on_stored(self) -> OnStored:
-        """Who is told what the forward that was just planned has stored; may be called on any thread."""
+        """The callback for KV that the last planned forward has stored; may be called on any thread."""
         return _nobody
 
     def complete(self, results: Sequence[SequenceResult], now: float) -> None:
@@ -253,11 +253,11 @@ class Scheduler(ABC):
 
     @property
     def outbox(self) -> list[tuple[Incarnation, Output]]:
-        """What frontends are to be told; who tells them clears it."""
+        """Outputs for frontends; the sender clears the list."""
         return self.admission.outbox
 
     def load(self) -> Load:
-        """What placement needs."""
+        """The load, for placement."""
         pool, slots, requests = self.cache.pool, self.cache.slots, self.admission.requests
         running = sum(not state.ended for state in self._running())
         return Load(
@@ -294,7 +294,8 @@ class Scheduler(ABC):
 
     @property
     def drained(self) -> bool:
-        """It takes nothing new, and nobody else touches its pages: none is published or in quarantine."""
+        """The scheduler admits nothing new, and no other process uses its pages: none is published or in
+        quarantine."""
         slots = self.cache.slots
         quarantined = self.cache.pool.quarantined + (0 if slots is None else slots.quarantined)
         return self.admission.draining and self.idle and not quarantined
