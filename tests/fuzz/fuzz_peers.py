@@ -22,7 +22,7 @@ from segue.kv.peers import join
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
 from segue.kv.protocol.messages import (
-    HANDOFF_VERSION,
+    HANDOFF_VERSIONS,
     Abort,
     Accepted,
     ChunkPosted,
@@ -59,7 +59,7 @@ encode = msgspec.msgpack.encode
 def info(**changes: Any) -> LeaderInfo:
     endpoint = encode(Endpoint("fake", SPEC.nbytes, b"x"))
     fields: dict[str, Any] = {
-        "protocol": HANDOFF_VERSION,
+        "versions": HANDOFF_VERSIONS,
         "model": "lineage-1",
         "dp_size": 1,
         "ranks": [SPEC],

@@ -80,7 +80,8 @@ _endpoint = st.sampled_from([msgspec.msgpack.encode(e) for e in ({}, [], "x")]) 
 JOIN = Types(
     known={PoolSpec: _specs | _specs | Types().of(PoolSpec)},
     fields={
-        "protocol": st.just(fuzz_peers.HANDOFF_VERSION) | st.integers(0, 9),
+        "versions": st.just(msgspec.to_builtins(fuzz_peers.HANDOFF_VERSIONS))
+        | st.lists(st.integers(0, 9), max_size=3),
         "model": st.just("lineage-1") | TEXTS,
         "endpoints": st.dictionaries(
             st.sampled_from(("fake", "shm", "tcp")), st.lists(_endpoint, max_size=2), max_size=2

@@ -113,7 +113,7 @@ def _session(data: bytes, *, state: str, framed: bool) -> str:
         connection = Connection(me, dialling=False, loop=asyncio.get_running_loop())
         wire = _Wire()
         connection.connection_made(wire)  # type: ignore[arg-type]
-        feed = frames.encode_preamble(frames.SESSION_VERSION)
+        feed = frames.encode_preamble(frames.SESSION_VERSIONS)
         if state == "open":
             connection.state, connection.handler = State.OPEN, owner  # type: ignore[assignment]
             connection._inbox.max_frame_bytes = 2**20
@@ -121,7 +121,7 @@ def _session(data: bytes, *, state: str, framed: bool) -> str:
         elif state == "proven":
             feed += _frame(frames.KIND_SESSION, msgspec.msgpack.encode(_hello()))
             dialler = Handshake(
-                _hello(), dialling=True, key=session_key(SECRET), version=frames.SESSION_VERSION
+                _hello(), dialling=True, key=session_key(SECRET), versions=frames.SESSION_VERSIONS
             )
             dialler.receive(connection.handshake.me, 10.0)
             feed += _frame(frames.KIND_SESSION, msgspec.msgpack.encode(dialler.proof_frame()))

@@ -22,6 +22,7 @@ KV_BASE = {
     "path_figures",
     "pending",
     "ready",
+    "versions",
 }
 
 #: Each package's floor. A package imports only from its own floor or below.

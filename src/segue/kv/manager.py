@@ -26,7 +26,7 @@ from segue.kv.ids import ChecksumMode, Incarnation, LeaderId, RankId, Role, Room
 from segue.kv.io import MonotonicClock
 from segue.kv.peers import Compatibility, PathSpeed, Peer
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import HANDOFF_VERSION, HandoffMessage, LeaderInfo, PathMessage
+from segue.kv.protocol.messages import HANDOFF_VERSIONS, HandoffMessage, LeaderInfo, PathMessage
 from segue.kv.protocol.room_ranks import PrefillInstance
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S, Rank, local_rank
 from segue.kv.ranks.rank_group import PeerRoute, Ranks
@@ -85,7 +85,7 @@ class KVManager(Handles):
         ranks = [local_rank(config, pool, runtime)] if isinstance(pool, Memory) else pool
         self._ranks = Ranks(ranks, config.me, config.role, config.limits.max_sessions)
         info = LeaderInfo(
-            protocol=HANDOFF_VERSION,
+            versions=HANDOFF_VERSIONS,
             model=config.model,
             dp_size=config.dp.size,
             ranks=[rank.spec for rank in ranks],
@@ -455,7 +455,16 @@ class KVManager(Handles):
         joined, leader = self.compatibility.checked(session.peer), session.peer.leader
         plan, transport = joined.plan, joined.transport
         speed = PathSpeed(transport)
-        peer = Peer(session, joined.info, transport, speed, plan, joined.probe, checksum=joined.checksum)
+        peer = Peer(
+            session,
+            joined.info,
+            transport,
+            speed,
+            plan,
+            joined.probe,
+            checksum=joined.checksum,
+            version=joined.version,
+        )
         self._peers[leader] = peer
         needed = self._peers.keys() | self.exchange.peers()
         self._ranks.choose(leader, transport, plan.pairs, needed, plan.relays)
@@ -477,8 +486,8 @@ class KVManager(Handles):
     def _ready(self, peer: Peer) -> None:
         """Before this no message is handled."""
         peer.opening, who = None, peer.session.peer
-        about = (who.role.value, who.leader, who.address, peer.transport)
-        log.info("peer joined role=%s leader=%s address=%s transport=%s", *about)
+        about = (who.role.value, who.leader, who.address, peer.transport, peer.version)
+        log.info("peer joined role=%s leader=%s address=%s transport=%s handoff=%d", *about)
         self._handle(events.PeerUp(who.leader, peer.plan, peer.transport, peer.checksum))
         early, peer.early = peer.early, []
         for message in early:

@@ -13,11 +13,12 @@ from segue.kv.ids import ChecksumKind, Role
 from segue.kv.layout.planner import PairPlan, plan_pair
 from segue.kv.model_match import model_difference
 from segue.kv.path_figures import PathCandidate, PathChoice
-from segue.kv.protocol.messages import HANDOFF_VERSION, HandoffMessage, LeaderInfo, PathMessage
+from segue.kv.protocol.messages import HANDOFF_VERSIONS, HandoffMessage, LeaderInfo, PathMessage
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.transport.base import Endpoint
 from segue.kv.transport.kinds import KINDS, USABLE, TransportKinds
 from segue.kv.transport.probe import PageShape, Scratch, page_shape
+from segue.kv.versions import Versions
 
 log = logging.getLogger("segue.kv")
 
@@ -81,6 +82,8 @@ class Peer:
     early: list[HandoffMessage] = field(default_factory=list)
     word: asyncio.Future[PathMessage] | None = None
     checksum: ChecksumKind | None = ChecksumKind.XXH3
+    #: of the hand-off's messages
+    version: int = HANDOFF_VERSIONS.newest
 
     @property
     def choosing(self) -> bool:
@@ -107,14 +110,15 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PeerPlan:
-    """A legal pair: what the peer said of itself, the transport and the checksum that both will use, and what
-    is copied from which rank to which."""
+    """A legal pair: what the peer said of itself, what both will use (transport, checksum, version of the
+    hand-off's messages), and what is copied from which rank to which."""
 
     info: LeaderInfo
     transport: str
     plan: PairPlan
     probe: Probe | None = None
     checksum: ChecksumKind | None = ChecksumKind.XXH3
+    version: int = HANDOFF_VERSIONS.newest
 
 
 class Compatibility:
@@ -152,6 +156,12 @@ class Compatibility:
         return join(self._role, self._introductions.get(peer.sent, self.info), peer, self._kinds)
 
 
+class _Spoken(msgspec.Struct, frozen=True):
+    """The part of a `LeaderInfo` that every version can read."""
+
+    versions: Versions
+
+
 def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = KINDS) -> PeerPlan:
     """Check that the two replicas can hand KV over, and how. Pure.
 
@@ -159,14 +169,16 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
     both sides' values.
     """
     try:
+        spoken = msgspec.msgpack.decode(peer.hello, type=_Spoken).versions
+        version = mine.versions.common(spoken)
+        if version is None:
+            raise PeerRefused(
+                f"no hand-off protocol in common: {peer.address} speaks {spoken}, this side {mine.versions}; "
+                "run segue versions that meet on both sides"
+            )
         theirs = msgspec.msgpack.decode(peer.hello, type=LeaderInfo)
     except DECODE_ERRORS as exc:
         raise PeerRefused(f"{peer.address} sent an unreadable description of itself: {exc}") from exc
-    if theirs.protocol != HANDOFF_VERSION:
-        raise PeerRefused(
-            f"{peer.address} speaks hand-off protocol {theirs.protocol}, this side {HANDOFF_VERSION}; "
-            "run the same segue version on both"
-        )
     prefill, decode = (mine, theirs) if role is Role.PREFILL else (theirs, mine)
     if theirs.model != mine.model:
         found, mend = model_difference(prefill.model, decode.model)
@@ -196,7 +208,7 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
             Scratch(*decode.scratch[target]),
             page_shape(prefill.ranks[source], decode.ranks[target]),
         )
-    return PeerPlan(theirs, names[0], plan, probe, common_checksum(prefill, decode))
+    return PeerPlan(theirs, names[0], plan, probe, common_checksum(prefill, decode), version)
 
 
 def common_checksum(prefill: LeaderInfo, decode: LeaderInfo) -> ChecksumKind | None:

@@ -16,7 +16,7 @@ from segue.kv.ids import LeaderId, RankId, Role, new_incarnation
 from segue.kv.limits import Limits
 from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
 from segue.kv.peers import Compatibility, PathSpeed, Peer, Probe
-from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo, PathChosen, ProbeReady
+from segue.kv.protocol.messages import HANDOFF_VERSIONS, LeaderInfo, PathChosen, ProbeReady
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S
 from segue.kv.transport.probe import PageShape, Scratch
 from segue.kv.transport_negotiation import TransportNegotiation
@@ -84,7 +84,7 @@ class Rig:
         #: whose pools this process maps
         self.in_memory: set[str] = set()
         info = LeaderInfo(
-            protocol=HANDOFF_VERSION,
+            versions=HANDOFF_VERSIONS,
             model="m",
             dp_size=1,
             ranks=[],

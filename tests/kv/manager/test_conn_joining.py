@@ -15,10 +15,11 @@ from segue.kv.ids import LeaderId, RankCoord, Role, new_incarnation
 from segue.kv.layout.planner import plan_pair
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.peers import Compatibility, PeerPlan, join
-from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo
+from segue.kv.protocol.messages import HANDOFF_VERSIONS, LeaderInfo
 from segue.kv.session.api import PeerInfo
 from segue.kv.transport.kinds import KINDS
 from segue.kv.transport.probe import Scratch, page_shape
+from segue.kv.versions import Versions
 
 
 def joined(prefill: LeaderInfo, decode: LeaderInfo) -> PeerPlan:
@@ -58,8 +59,8 @@ def thirds(*order: int) -> list[PoolSpec]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"protocol": HANDOFF_VERSION - 1},
-        {"protocol": HANDOFF_VERSION + 1},
+        {"versions": Versions(HANDOFF_VERSIONS.oldest - 1, HANDOFF_VERSIONS.oldest - 1)},
+        {"versions": Versions(HANDOFF_VERSIONS.newest + 1, HANDOFF_VERSIONS.newest + 3)},
         {"model": "m" * 16 + "a"},
         {"model": ""},
         {"endpoints": {}},
@@ -136,3 +137,25 @@ def test_what_was_found_of_peers_whose_sessions_never_open_is_bounded() -> None:
     last = next(reversed(there._checked))
     assert there.checked(last) == there.checked(last), "it is found again"
     assert len(there._checked) == peers.BETWEEN - 1
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "version"), [((3, 5), (4, 9), 5), ((4, 9), (3, 5), 5), ((3, 9), (5, 5), 5)]
+)
+def test_two_leaders_use_the_highest_hand_off_version_that_both_speak(
+    mine: tuple[int, int], theirs: tuple[int, int], version: int
+) -> None:
+    hello = msgspec.msgpack.encode(info(versions=Versions(*theirs)))
+    peer = PeerInfo(LeaderId(new_incarnation()), Role.DECODE, "there", hello)
+    assert join(Role.PREFILL, info(versions=Versions(*mine)), peer).version == version
+
+
+def test_leaders_without_a_common_hand_off_version_are_refused_with_both_ranges() -> None:
+    """Also if the rest of what the peer says cannot be read: it may mean something else by then."""
+    hello = msgspec.msgpack.encode({"versions": [9, 11], "model": 3})
+    peer = PeerInfo(LeaderId(new_incarnation()), Role.DECODE, "there", hello)
+    with pytest.raises(
+        PeerRefused, match="there speaks versions 9 to 11, this side versions 6 to 8"
+    ) as caught:
+        join(Role.PREFILL, info(versions=Versions(6, 8)), peer)
+    assert not caught.value.info.retryable

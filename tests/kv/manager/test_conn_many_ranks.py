@@ -11,7 +11,7 @@ from segue.kv.errors import OutOfCapacity
 from segue.kv.ids import LeaderId, RankId, Role, TransferId, new_incarnation
 from segue.kv.layout.content import Content
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo
+from segue.kv.protocol.messages import HANDOFF_VERSIONS, LeaderInfo
 from segue.kv.ranks.rank_group import Ranks
 from segue.kv.transport.probe import Scratch
 
@@ -97,7 +97,7 @@ def test_every_rank_is_started_and_closed_whatever_one_of_them_raises() -> None:
 
 def info() -> LeaderInfo:
     return LeaderInfo(
-        protocol=HANDOFF_VERSION,
+        versions=HANDOFF_VERSIONS,
         model="m",
         dp_size=1,
         ranks=[],

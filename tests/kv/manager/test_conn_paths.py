@@ -28,7 +28,7 @@ from segue.kv.ids import (
     new_room,
 )
 from segue.kv.peers import join
-from segue.kv.protocol.messages import HANDOFF_VERSION, LeaderInfo
+from segue.kv.protocol.messages import HANDOFF_VERSIONS, LeaderInfo
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.ranks.rank_group import Ranks
 from segue.kv.session.api import PeerInfo
@@ -48,7 +48,7 @@ def endpoint_bytes(nbytes: int, name: str = "tcp", data: bytes = b"") -> bytes:
 
 def info(**changes: Any) -> LeaderInfo:
     fields: dict[str, Any] = {
-        "protocol": HANDOFF_VERSION,
+        "versions": HANDOFF_VERSIONS,
         "model": "m",
         "dp_size": 1,
         "ranks": [spec()],

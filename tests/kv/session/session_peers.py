@@ -20,7 +20,7 @@ from segue.kv.session.frames import (
     HEADER,
     KIND_MESSAGE,
     PREAMBLE,
-    SESSION_VERSION,
+    SESSION_VERSIONS,
     Opened,
     SessionAccepted,
     SessionFrame,
@@ -33,6 +33,7 @@ from segue.kv.session.frames import (
 )
 from segue.kv.session.node import SessionNode
 from segue.kv.session.session_handshake import Handshake, Progress, session_key
+from segue.kv.versions import Versions
 
 SECRET = b"a secret of the tests"
 #: When a test is given up: no machine stands still for so long. Nor is a peer that does not get a turn.
@@ -154,8 +155,8 @@ class RawPeer:
     def send_message(self, body: bytes) -> None:
         self.writer.write(pack_frame(KIND_MESSAGE, body))
 
-    async def preamble(self, version: int = SESSION_VERSION) -> bytes:
-        self.writer.write(encode_preamble(version))
+    async def preamble(self, versions: Versions = SESSION_VERSIONS) -> bytes:
+        self.writer.write(encode_preamble(versions))
         return await self.reader.readexactly(PREAMBLE.size)
 
     async def frame(self) -> SessionFrame:
@@ -184,7 +185,7 @@ class RawPeer:
         """The whole handshake as dialler."""
         await self.preamble()
         me = hello(letter, advertised=advertised, dp_rank=dp_rank, keyed=secret is not None)
-        shake = Handshake(me, dialling=True, key=session_key(secret), version=SESSION_VERSION)
+        shake = Handshake(me, dialling=True, key=session_key(secret), versions=SESSION_VERSIONS)
         self.send(me)
         while True:
             progress = shake.receive(await self.frame(), 10.0)

@@ -8,16 +8,18 @@ from session_peers import SECRET, hello
 from segue.kv.errors import ErrorCode, LayoutMismatch, PeerRefused, SegueError, Unauthorized
 from segue.kv.session.frames import Duplicate, Opened, Proof, SessionAccepted, SessionRefused, Welcome
 from segue.kv.session.session_handshake import Handshake, Progress, prove, session_key
+from segue.kv.versions import Versions
 
 KEY = session_key(SECRET)
+ONE = Versions(1, 1)
 
 
 def pair(dialler_key: bytes | None = KEY, listener_key: bytes | None = KEY) -> tuple[Handshake, Handshake]:
     a = hello("a", keyed=dialler_key is not None)
     b = hello("b", keyed=listener_key is not None)
     return (
-        Handshake(a, dialling=True, key=dialler_key, version=1),
-        Handshake(b, dialling=False, key=listener_key, version=1),
+        Handshake(a, dialling=True, key=dialler_key, versions=ONE),
+        Handshake(b, dialling=False, key=listener_key, versions=ONE),
     )
 
 
@@ -47,8 +49,8 @@ def test_who_decides_takes_no_decision_from_the_other_side(listener_decides: boo
     """Else a session is open on one side while the other still looks whether it wants it."""
     for said in (Opened(), Duplicate()):
         first, second = ("b", "a") if listener_decides else ("a", "b")
-        dialler = Handshake(hello(first), dialling=True, key=KEY, version=1)
-        listener = Handshake(hello(second), dialling=False, key=KEY, version=1)
+        dialler = Handshake(hello(first), dialling=True, key=KEY, versions=ONE)
+        listener = Handshake(hello(second), dialling=False, key=KEY, versions=ONE)
         exchange_hellos(dialler, listener)
         listener.receive(dialler.proof_frame(), 10.0)
         dialler.receive(listener.proof_frame(), 10.0)
@@ -96,9 +98,9 @@ def test_our_own_hello_sent_back_is_refused_even_under_another_name() -> None:
 def test_a_proof_covers_every_claim(change: dict[str, object]) -> None:
     a, b = hello("a"), hello("b")
     tampered = hello("a", **change)
-    assert prove(KEY, 1, a, b, True) != prove(KEY, 1, tampered, b, True)
-    assert prove(KEY, 1, a, b, True) != prove(KEY, 2, a, b, True)
-    assert prove(KEY, 1, a, b, True) != prove(KEY, 1, b, a, True)
+    assert prove(KEY, (ONE, ONE), a, b, True) != prove(KEY, (ONE, ONE), tampered, b, True)
+    assert prove(KEY, (ONE, ONE), a, b, True) != prove(KEY, (ONE, Versions(1, 2)), a, b, True)
+    assert prove(KEY, (ONE, ONE), a, b, True) != prove(KEY, (ONE, ONE), b, a, True)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(KEY, None), (None, KEY)])
@@ -144,3 +146,16 @@ def test_a_stranger_cannot_make_us_raise_any_error_it_likes() -> None:
     assert dialler.receive(SessionRefused(claim), 10.0) is Progress.REFUSED
     assert dialler.refusal == claim
     assert isinstance(claim.exception(), SegueError)
+
+
+def test_somebody_in_between_cannot_make_both_sides_use_an_older_version() -> None:
+    """The preambles are not encrypted; the proofs cover what each side has read of the other's."""
+    both, older = Versions(1, 2), Versions(1, 1)
+    dialler = Handshake(hello("a"), dialling=True, key=KEY, versions=both)
+    listener = Handshake(hello("b"), dialling=False, key=KEY, versions=both)
+    assert dialler.meet(older)
+    assert listener.meet(older)
+    assert (dialler.version, listener.version) == (1, 1)
+    exchange_hellos(dialler, listener)
+    with pytest.raises(Unauthorized):
+        listener.receive(dialler.proof_frame(), 10.0)

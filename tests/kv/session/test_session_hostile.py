@@ -44,7 +44,7 @@ from segue.kv.session.frames import (
     KIND_MESSAGE,
     KIND_SESSION,
     PREAMBLE,
-    SESSION_VERSION,
+    SESSION_VERSIONS,
     Bye,
     Duplicate,
     Opened,
@@ -63,6 +63,7 @@ from segue.kv.session.frames import (
     pack_frame,
 )
 from segue.kv.session.session_handshake import prove, session_key
+from segue.kv.versions import Versions
 
 #: Whoever goes makes room for others, and is not late.
 UNHURRIED = msgspec.structs.replace(PATIENT, handshake_s=3600.0)
@@ -86,7 +87,7 @@ def test_a_flood_of_strangers_keeps_nobody_out_and_stays_bounded(runner: str) ->
 
 
 @pytest.mark.parametrize("runner", LOOPS)
-@pytest.mark.parametrize("opening", [b"", b"segue", encode_preamble(77)])
+@pytest.mark.parametrize("opening", [b"", b"segue", encode_preamble(Versions(77, 77))])
 def test_200_strangers_keep_nobody_out_and_leave_no_descriptor(runner: str, opening: bytes) -> None:
     """Silent ones, ones that begin, and ones that were told why they are refused and stay (linger)."""
 
@@ -159,7 +160,7 @@ def _huge(kind: int, length: int) -> bytes:
 
 
 #: What a peer of this version begins with: of another one nothing that follows is looked at.
-OURS = encode_preamble(SESSION_VERSION)
+OURS = encode_preamble(SESSION_VERSIONS)
 
 BAD_OPENINGS: dict[str, bytes] = {
     "http": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
@@ -220,7 +221,9 @@ async def _prove(stranger: RawPeer, mine: SessionHello, *, as_listener: bool = F
     theirs = await stranger.frame()
     assert isinstance(theirs, SessionHello)
     key = session_key(SECRET)
-    return encode_frame(Proof(prove(key, SESSION_VERSION, mine, theirs, not as_listener)))
+    return encode_frame(
+        Proof(prove(key, (SESSION_VERSIONS, SESSION_VERSIONS), mine, theirs, not as_listener))
+    )
 
 
 async def _claims(stranger: RawPeer, **claims: Any) -> None:
@@ -404,13 +407,14 @@ def test_lesson_17_frame_decoders_give_a_frame_or_a_known_error(data: bytes) -> 
 
 
 @given(st.binary(min_size=8, max_size=8))
-def test_lesson_17_a_preamble_is_a_version_or_a_value_error(data: bytes) -> None:
+def test_lesson_17_a_preamble_is_versions_or_a_value_error(data: bytes) -> None:
     try:
-        version = decode_preamble(data)
+        versions = decode_preamble(data)
     except ValueError:
-        assert data[:6] != b"segue\x00"
+        assert data[:6] != b"segue\x00" or not 1 <= (data[6] or data[7]) <= data[7]
     else:
-        assert encode_preamble(version) == data
+        assert decode_preamble(encode_preamble(versions)) == versions
+        assert (versions.oldest, versions.newest) == (data[6] or data[7], data[7])
 
 
 class FakeTransport:

@@ -16,6 +16,7 @@ from segue.kv.session.frames import (
     pack_frame,
 )
 from segue.kv.session.inbox import ChangedFrame, Inbox, LongFrame
+from segue.kv.versions import Versions
 
 LIMIT = 2**20
 
@@ -94,7 +95,7 @@ def test_no_flipped_bit_gets_through(bit: int) -> None:
 
 def test_the_preamble_comes_first_and_once() -> None:
     inbox = Inbox()
-    preamble = encode_preamble(7)
+    preamble = encode_preamble(Versions(7, 7))
     data = preamble + pack_frame(KIND_MESSAGE, b"next")
     for i in range(len(preamble)):
         assert inbox.preamble() is None

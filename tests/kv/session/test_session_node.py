@@ -43,8 +43,9 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import Role
 from segue.kv.limits import Limits
-from segue.kv.session.frames import SESSION_VERSION, encode_preamble
+from segue.kv.session.frames import SESSION_VERSIONS, encode_preamble
 from segue.kv.session.listen import listening
+from segue.kv.versions import Versions
 
 
 @pytest.mark.parametrize("runner", LOOPS)
@@ -375,15 +376,44 @@ def test_a_port_in_use_is_one_clear_sentence() -> None:
 
 
 @pytest.mark.parametrize("runner", LOOPS)
-def test_another_protocol_version_is_refused_with_both_versions(runner: str) -> None:
+@pytest.mark.parametrize(
+    ("mine", "theirs", "text"),
+    [
+        ((6, 9), (3, 5), "speaks versions 6 to 9.*speaks versions 3 to 5"),
+        ((3, 5), (6, 9), "speaks versions 3 to 5.*speaks versions 6 to 9"),
+        ((7, 7), (6, 6), "speaks version 7,.*speaks version 6"),
+    ],
+)
+def test_sides_without_a_common_version_are_refused_with_both_ranges(
+    runner: str, mine: tuple[int, int], theirs: tuple[int, int], text: str
+) -> None:
     async def main() -> None:
         here = Events()
-        listener, dialler = node("a", here), node("b", Events(), protocol=7)
+        listener = node("a", here, protocol=Versions(*theirs))
+        dialler = node("b", Events(), protocol=Versions(*mine))
         async with closing(dialler, listener):
             address = await listener.listen("127.0.0.1", 0)
-            with pytest.raises(PeerRefused, match=r"speaks 7.*speaks 4"):
+            with pytest.raises(PeerRefused, match=text):
                 await dialler.connect(*address, timeout_s=DEADLINE_S)
             assert not here.log
+
+    LOOPS[runner](main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+@pytest.mark.parametrize(
+    ("mine", "theirs", "version"), [((3, 5), (4, 9), 5), ((4, 9), (3, 5), 5), ((3, 9), (5, 5), 5)]
+)
+def test_two_sides_use_the_highest_version_that_both_speak(
+    runner: str, mine: tuple[int, int], theirs: tuple[int, int], version: int
+) -> None:
+    async def main() -> None:
+        listener = node("a", Events(), protocol=Versions(*theirs))
+        dialler = node("b", Events(), protocol=Versions(*mine))
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+            assert session.handshake.version == version
 
     LOOPS[runner](main())
 
@@ -792,7 +822,7 @@ def test_close_leaves_no_task_no_socket_and_no_session(runner: str) -> None:
         assert not listener._places
         assert not listener._arrivals
         for stranger in strangers:
-            assert await stranger.ended() in (b"", encode_preamble(SESSION_VERSION)), "it is told of nobody"
+            assert await stranger.ended() in (b"", encode_preamble(SESSION_VERSIONS)), "it is told of nobody"
             await stranger.close()
         for dialler in diallers:
             await dialler.close()

@@ -2,7 +2,7 @@
 
 They travel over one authenticated, ordered session per pair of leaders (`kv.session`), whose
 own frames (handshake, keepalive) are not here. Every message is frozen, tagged and versioned by
-`HANDOFF_VERSION`, which is compared when the session opens.
+`HANDOFF_VERSIONS`, which are compared when the session opens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import msgspec
 from segue.kv.errors import ErrorInfo
 from segue.kv.ids import ChecksumKind, Span, TransferId
 from segue.kv.layout.spec import PoolSpec
+from segue.kv.versions import Versions
 
-HANDOFF_VERSION = 7
+#: The versions of these messages that are spoken here. Raise the newest one whenever a message changes its
+#: meaning, and the oldest one when its meaning is not understood any more.
+HANDOFF_VERSIONS = Versions(7, 7)
 
 #: bytes of the digest of what must be equal on both sides
 MAX_CLAIM_BYTES = 64
@@ -34,6 +37,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A leader's description of its replica when a session opens; the payload of `SessionHello` / `Welcome`.
 
+    `versions` are those of the hand-off's messages that it speaks; both sides use the highest common one.
     `model` is a fingerprint of configuration and weights: KV of another model is never accepted.
     `ranks` are the pools in rank order, `endpoints` maps a transport's name to one opaque
     endpoint per rank. `scratch` has of each rank the offset and the size of memory that nothing is kept in; a
@@ -41,7 +45,7 @@ class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
     `unchecked`: hand-offs without one are wanted here.
     """
 
-    protocol: int
+    versions: Versions
     model: str
     dp_size: int
     ranks: list[PoolSpec]

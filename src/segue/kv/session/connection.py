@@ -50,6 +50,7 @@ from segue.kv.session.inbox import ChangedFrame, Inbox, LongFrame
 from segue.kv.session.keepalive import Keepalive
 from segue.kv.session.session_handshake import Handshake, Progress
 from segue.kv.session.wire import Wire
+from segue.kv.versions import Versions
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class ConnectionOwner(Protocol):
     limits: Limits
     encoder: msgspec.msgpack.Encoder
     decoder: msgspec.msgpack.Decoder[object]
-    protocol: int
+    protocol: Versions
 
     def new_handshake(self, dialling: bool) -> Handshake: ...
     def check_address(self, host: str) -> None: ...
@@ -259,10 +260,10 @@ class Connection(asyncio.BufferedProtocol):
                 log.warning("%s", text)
             self.end(PeerRefused(text), tell=False)
             return False
-        if theirs != ours:
+        if not self.handshake.meet(theirs):
             me, peer = self.handshake.me, self.describe()
-            text = f"session protocol versions differ: {me.role} {me.leader} speaks {ours}, {peer}"
-            self.refuse(PeerRefused(f"{text} speaks {theirs}; run the same version on both sides"))
+            text = f"no session protocol in common: {me.role} {me.leader} speaks {ours}, {peer}"
+            self.refuse(PeerRefused(f"{text} speaks {theirs}; run segue versions that meet on both sides"))
             return False
         self.state = State.HANDSHAKE
         if not self.dialling:

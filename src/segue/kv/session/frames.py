@@ -1,6 +1,6 @@
 """The bytes of a session's connection: a preamble, then length-prefixed frames.
 
-    preamble   6 bytes `segue\\0`, unsigned 16-bit protocol version
+    preamble   6 bytes `segue\\0`, unsigned 8-bit oldest protocol version (0: the newest alone), newest one
     frame      unsigned 32-bit length of the body, unsigned 8-bit kind, CRC-32 of these two,
                unsigned 32-bit checksum of the body, body
     kind 0     a frame of the session itself (`SessionFrame`, msgpack)
@@ -8,8 +8,8 @@
 
 Integers are big-endian. TCP's own checksum misses a flip that a broken box on the way makes, and a
 flipped token is a wrong answer: so each frame has a checksum, which proves nothing against an attacker
-(TLS does). The version stands outside the frames, so that two versions whose frames
-differ can still tell each other why they part.
+(TLS does). The versions stand outside the frames, so that two sides whose frames differ can still tell each
+other why they part. Both use the highest version that both speak.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import xxhash
 
 from segue.kv.errors import ErrorInfo
 from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.kv.versions import Versions
 
-#: Compared when a session opens. Raise it whenever a frame or a message changes its meaning.
-SESSION_VERSION: Final = 4
+#: Compared when a session opens. Raise the newest one whenever a frame or a message changes its meaning, and
+#: the oldest one when its meaning is not understood any more.
+SESSION_VERSIONS: Final = Versions(5, 5)
 
 #: No frame before authentication is larger, so that one who proves nothing costs next to nothing.
 HANDSHAKE_FRAME_BYTES: Final = 4096
@@ -35,7 +37,7 @@ KIND_MESSAGE: Final = 1
 
 HEADER: Final = struct.Struct("!IBII")
 _LEAD: Final = struct.Struct("!IB")
-PREAMBLE: Final = struct.Struct("!6sH")
+PREAMBLE: Final = struct.Struct("!6sBB")
 _MAGIC: Final = b"segue\x00"
 
 NONCE_BYTES: Final = 32
@@ -121,17 +123,18 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[SessionFrame] = msgspec.msgpack.Decoder(SessionFrame)
 
 
-def encode_preamble(version: int) -> bytes:
+def encode_preamble(versions: Versions) -> bytes:
     """The first eight bytes of either side."""
-    return PREAMBLE.pack(_MAGIC, version)
+    alone = versions.oldest == versions.newest  # as before there were ranges
+    return PREAMBLE.pack(_MAGIC, 0 if alone else versions.oldest, versions.newest)
 
 
-def decode_preamble(data: bytes | bytearray | memoryview) -> int:
-    """The peer's protocol version; ValueError if the peer does not speak this protocol at all."""
-    magic, version = PREAMBLE.unpack(data)
+def decode_preamble(data: bytes | bytearray | memoryview) -> Versions:
+    """The peer's protocol versions; ValueError if the peer does not speak this protocol at all."""
+    magic, oldest, newest = PREAMBLE.unpack(data)
     if magic != _MAGIC:
         raise ValueError("the first bytes are not those of a segue session")
-    return int(version)
+    return Versions(oldest or newest, newest)
 
 
 def encode_frame(frame: SessionFrame) -> bytes:

@@ -32,12 +32,13 @@ from segue.kv.limits import Limits
 from segue.kv.pending import MAX_PENDING
 from segue.kv.session.api import Session, SessionHandler
 from segue.kv.session.connection import Connection, State
-from segue.kv.session.frames import NONCE_BYTES, SESSION_VERSION, SessionHello
+from segue.kv.session.frames import NONCE_BYTES, SESSION_VERSIONS, SessionHello
 from segue.kv.session.guarded_listener import GuardedListener
 from segue.kv.session.listen import listening
 from segue.kv.session.session_handshake import Handshake, session_key
 from segue.kv.session.tasks import awaited
 from segue.kv.session.tls import Tls, explain_tls, not_tls
+from segue.kv.versions import Versions
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class SessionNode:
         advertise: str | None = None,
         advertise_port: int | None = None,
         max_half_open: int = MAX_PENDING,
-        protocol: int = SESSION_VERSION,
+        protocol: Versions = SESSION_VERSIONS,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         sockets: Any = socket,
     ) -> None:
@@ -340,7 +341,7 @@ class SessionNode:
             # An int would be encoded differently by us and by the peer that decoded a float.
             keepalive_s=float(self.limits.keepalive_s),
         )
-        return Handshake(me, dialling=dialling, key=self._key, version=self.protocol)
+        return Handshake(me, dialling=dialling, key=self._key, versions=self.protocol)
 
     def _advertised(self) -> str:
         host, _, port = self._listen.rpartition(":")

@@ -11,8 +11,9 @@
                      <-                    Opened          decides, `Opened` replaces `SessionAccepted`
 
 A proof is HMAC-SHA256 under a key derived from the shared secret, over the direction, the protocol
-version and both Hellos (nonces, incarnations, roles, ranks, listeners). The direction in it makes a
-proof useless when sent back to its author, the nonces make it useless later.
+versions that either side speaks and both Hellos (nonces, incarnations, roles, ranks, listeners). The
+direction in it makes a proof useless when sent back to its author, the nonces make it useless later. The
+versions keep somebody in between from making both sides use an older one.
 
 **Who decides.** The side with the smaller `LeaderId`. It alone opens, so two connections that two
 nodes dial to each other at the same moment cannot both win or both lose: the first one that it
@@ -40,6 +41,7 @@ from segue.kv.session.frames import (
     SessionRefused,
     Welcome,
 )
+from segue.kv.versions import Versions
 
 #: What a peer that has not proven itself may make us raise. Other codes would let it
 #: put words into our mouth; they become PeerRefused with the text kept.
@@ -54,13 +56,17 @@ def session_key(secret: bytes | None) -> bytes | None:
 
 
 def prove(
-    key: bytes | None, version: int, dialler: SessionHello, listener: SessionHello, by_dialler: bool
+    key: bytes | None,
+    versions: tuple[Versions, Versions],
+    dialler: SessionHello,
+    listener: SessionHello,
+    by_dialler: bool,
 ) -> bytes:
-    """The proof of one side; empty without a key."""
+    """The proof of one side; empty without a key. `versions` are the dialler's and the listener's."""
     if key is None:
         return b""
     side = "dialler" if by_dialler else "listener"
-    transcript = msgspec.msgpack.encode(("segue session proof", side, version, dialler, listener))
+    transcript = msgspec.msgpack.encode(("segue session proof", side, *versions, dialler, listener))
     return hmac.digest(key, transcript, "sha256")
 
 
@@ -101,7 +107,7 @@ class Progress(enum.Enum):
 class Handshake:
     """One side of one opening. A refusal of ours is a SegueError raised from `receive`."""
 
-    def __init__(self, me: SessionHello, *, dialling: bool, key: bytes | None, version: int) -> None:
+    def __init__(self, me: SessionHello, *, dialling: bool, key: bytes | None, versions: Versions) -> None:
         self.me = me
         self.dialling = dialling
         self.peer: SessionHello | None = None
@@ -111,7 +117,10 @@ class Handshake:
         self.authenticated = False
         self.id = b""
         self._key = key
-        self._version = version
+        self.versions = versions
+        #: what the peer speaks, and the version that both use; from its preamble on (`meet`)
+        self.theirs = versions
+        self.version = versions.newest
         self._expect = Expect.HELLO
 
     @property
@@ -119,6 +128,12 @@ class Handshake:
         """True if this side opens the session (known once the peer's Hello is)."""
         assert self.peer is not None
         return self.me.leader < self.peer.leader
+
+    def meet(self, theirs: Versions) -> bool:
+        """The peer speaks these versions; False if none of them is one of ours."""
+        version = self.versions.common(theirs)
+        self.theirs, self.version = theirs, version or self.version
+        return version is not None
 
     def receive(self, frame: SessionFrame, peer_silence_s: float) -> Progress:
         """Take the peer's next frame. Raises our refusal, which the caller sends as `SessionRefused`.
@@ -156,7 +171,12 @@ class Handshake:
     def proof_frame(self) -> Proof:
         """Our own proof; the peer's Hello must be here."""
         dialler, listener = self._hellos()
-        return Proof(prove(self._key, self._version, dialler, listener, self.dialling))
+        return Proof(prove(self._key, self._both, dialler, listener, self.dialling))
+
+    @property
+    def _both(self) -> tuple[Versions, Versions]:
+        """The versions of the dialler, then of the listener."""
+        return (self.versions, self.theirs) if self.dialling else (self.theirs, self.versions)
 
     def _hellos(self) -> tuple[SessionHello, SessionHello]:
         assert self.peer is not None
@@ -184,7 +204,7 @@ class Handshake:
         return Progress.SEND_PROOF if self.dialling else Progress.WAIT
 
     def _on_proof(self, proof: Proof) -> Progress:
-        expected = prove(self._key, self._version, *self._hellos(), by_dialler=not self.dialling)
+        expected = prove(self._key, self._both, *self._hellos(), by_dialler=not self.dialling)
         if not hmac.compare_digest(expected, proof.mac):
             raise Unauthorized("the two sides do not have the same secret")
         self.authenticated = True

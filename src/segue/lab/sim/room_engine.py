@@ -56,7 +56,8 @@ class OpenRoom:
     route: set[LeaderId] = field(default_factory=set)
     #: errors that its halves may end with without a fault
     codes: set[ErrorCode] = field(default_factory=set)
-    #: of each rank of prefill another one that there is
+    #: of each rank of prefill other ones that there are: where a hint leads, and where `Moved` sends on
+    hints: dict[LeaderId, int] = field(default_factory=dict)
     sent_on: dict[LeaderId, int] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
 
@@ -208,7 +209,7 @@ class RoomEngine:
             len(room.plan.prompt),
             claim.budget_s,
             claim=digest,
-            prefill_dp_rank=room.sent_on.get(prefill) if claim.hint else None,
+            prefill_dp_rank=room.hints.get(prefill) if claim.hint else None,
             replaces=claim.replaces,
         )
         self.halves[key] = EngineHalf(room, receiver, [], claim)
@@ -346,7 +347,10 @@ class RoomStories:
         if claim.open_rank:
             self._causes.open_rooms.add(room.number)
             ranks = [p.me for p in self._ranks_of(prefill)]
-            room.sent_on = {me: ranks[at - 1].dp_rank for at, me in enumerate(ranks) if len(ranks) > 1}
+            if len(ranks) > 1:  # of three ranks another one than the hint names
+                room.hints = {me: ranks[at - 1].dp_rank for at, me in enumerate(ranks)}
+                room.sent_on = {me: ranks[at - 2].dp_rank for at, me in enumerate(ranks)}
+                room.sent_on |= {me: rank for me, rank in room.hints.items() if len(ranks) == 2}
         decode.after(0.0, partial(self._come, decode, room, claim, prefill.me))
 
     def _ranks_of(self, node: KVView) -> list[KVView]:
