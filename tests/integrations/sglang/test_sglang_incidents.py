@@ -5,7 +5,6 @@ A double calls what the queue calls, in its order, and accepts the phases that i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -210,18 +209,16 @@ def test_a_fence_without_an_answer_holds_a_sender_until_its_deadline_and_its_pag
     prefill.close()
 
 
-def test_a_client_that_leaves_ends_both_sides_within_a_second() -> None:
+def test_a_client_that_leaves_ends_both_sides() -> None:
     prefill, decode = Rank(Role.PREFILL), Rank(Role.DECODE)
     room = new_room()
     sender, receiver = prefill.sender(room, PAGE), decode.receiver(room)
     receiver.init(prefill.row)
     receiver.send_metadata([1], 0, 0)
     wait_for(lambda: sender.poll() is SglPoll.WAITING_FOR_INPUT, receiver.poll)
-    began = time.monotonic()
     sender.abort()  # SGLang frees prefill's pages without another poll
     sender.clear()
     wait_for(lambda: receiver.poll() is SglPoll.FAILED)
-    assert time.monotonic() - began < 1
     assert receiver.failure().text == "ABORTED_BY_CLIENT: SGLang aborted the request"
     wait_for(lambda: decode.handoffs.release_safe(room))
     at_rest(prefill, decode)

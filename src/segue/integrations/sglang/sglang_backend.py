@@ -426,10 +426,12 @@ class SegueKVReceiver(BaseKVReceiver):
         self.half.clear()
 
     def abort(self) -> None:
-        """SGLang ends the request, also because its prefill was refused."""
-        refused = self.kv_mgr.refused.get(self.bootstrap_addr)
-        if refused is not None:
-            self.half.fail(LayoutMismatch(refused))
+        """SGLang ends the request, also because its prefill was refused or cannot be found."""
+        address = self.bootstrap_addr
+        if address in self.kv_mgr.refused:
+            self.half.fail(LayoutMismatch(self.kv_mgr.refused[address]))
+        elif self.half.leader is None and address not in self.kv_mgr.prefill_info_table:
+            self.half.fail(BootstrapUnreachable(f"no prefill answers at the bootstrap server {address}"))
         self.half.abort()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
