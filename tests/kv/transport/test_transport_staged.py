@@ -375,3 +375,43 @@ def test_a_copy_that_fails_fails_its_hand_off_and_no_slot_is_lost() -> None:
         assert "out of device memory" in str(failed.error)
         writer.transport.write(reader.me, 3, 2, [CopyBlock(0, 0, 1, MiB)])
         assert isinstance(writer.wait(1)[0], Written)
+
+
+def test_a_path_that_has_ended_is_over_when_its_last_copy_is_and_no_sooner() -> None:
+    """Until then nothing is told of it, its fences are not answered, and no other path is opened."""
+    with ends("staged_tcp", 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        copies = writer.transport._copies  # type: ignore[attr-defined]
+        out, began, goes_on = copies.out, threading.Event(), threading.Event()
+
+        def slow(blocks: list[CopyBlock], slot: int) -> None:
+            began.set()
+            assert goes_on.wait(PATIENCE_S)
+            out(blocks, slot)
+
+        copies.out = slow
+        writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+        assert began.wait(PATIENCE_S)
+        (path,) = writer.transport._writers  # type: ignore[attr-defined]
+        ended, end = threading.Event(), path.end
+        path.end = lambda error: (end(error), ended.set())
+        reader.transport.close()
+        assert ended.wait(PATIENCE_S)
+        writer.transport.fence(reader.me, 3)
+        again = End("staged_tcp", reader.me, MiB)
+        connecting = threading.Thread(target=writer.connect, args=(again,))
+        connecting.start()
+        drained = threading.Event()
+        writer.transport._loop.post(drained.set)  # type: ignore[attr-defined]
+        assert drained.wait(PATIENCE_S)
+        assert writer.events.empty(), "the copy still reads the memory"
+        assert connecting.is_alive()
+        goes_on.set()
+        kinds = [type(event).__name__ for event in writer.wait(3)]
+        assert kinds == ["WriteFailed", "Fenced", "PeerGone"]
+        connecting.join(PATIENCE_S)
+        again.transport.grant(writer.me, 5, whole(MiB))
+        writer.transport.write(again.me, 5, 2, [CopyBlock(0, 0, 1, 100)])
+        assert isinstance(writer.wait(1)[0], Written)
+        again.transport.close()

@@ -7,6 +7,7 @@ for a copy and a write of the inner transport, which end by themselves: no full 
 from __future__ import annotations
 
 import enum
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,8 @@ class StagedWriter:
         self.peer = peer
         self.target_bytes = target_bytes
         self.error: SegueError | None = None
+        #: set after the end, once nothing reads our memory
+        self.gone = threading.Event()
         self.pieces: dict[int, OutPiece] = {}
         self._host = host
         self._piece_bytes = min(slot_bytes, host.slot_bytes)
@@ -286,3 +289,4 @@ class StagedWriter:
                 self._settle(epoch)
             if self._host.writer_gone(self):
                 self._host.emit(PeerGone(self.peer, False, self.error))
+            self.gone.set()

@@ -181,9 +181,16 @@ class StagedTransport(Transport):
         """See `Transport.connect`."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            memory, linger = self._paths.check_connect(peer), self._lingering.pop(peer, None)
+            memory, old = self._paths.check_connect(peer), self._paths.of.get(peer)
+        if old is not None and old.error is not None:  # it is ending, and its end is told before
+            if not old.gone.wait(timeout_s):
+                raise BootstrapTimeout(f"the old {self.name} path to {peer} did not end within {timeout_s} s")
+            with self._lock:
+                memory = self._paths.check_connect(peer)
         if memory is None:
             return
+        with self._lock:
+            linger = self._lingering.pop(peer, None)
         if linger is not None:
             linger.wait(min(_LINGER_S, timeout_s))
         address, mine = self._sockets.address(peer, endpoint), _address(endpoint)
@@ -337,10 +344,10 @@ class StagedTransport(Transport):
             one()
 
     def _fence_writes(self, peer: RankId, epoch: int) -> None:
-        paths = [path for path in self._writers if path.peer == peer]
-        if not paths:
+        path = next((path for path in self._writers if path.peer == peer), None)
+        if path is None:
             self.emit(Fenced(peer, epoch, True))
-        for path in paths[-1:]:
+        else:  # also one that has ended, as long as it reads our memory: then there is no other one
             path.fence(epoch)
 
     # ---- on the loop: pieces (WriterHost, ReaderHost) --------------------------------------------------
