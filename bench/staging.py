@@ -1,4 +1,4 @@
-"""What checksums and staging add to a hand-off: `python bench/staging.py [--rounds 1] [--json FILE]`.
+"""The cost of checksums and staging in a hand-off: `python bench/staging.py [--rounds 1] [--json FILE]`.
 
 Two processes, each with one manager for every variant over the same memory (SmolLM2's KV, pages of 16
 tokens in one run). The variants take turns; each hand-off is timed on prefill from its `send` (chunks of

@@ -69,7 +69,7 @@ def legs(prefill: Engine, decode: Engine, asked: list[list[int]]) -> dict[str, f
 
 
 def curve(clients: Clients, requests: int) -> list[dict[str, Any]]:
-    """What both engines hold at rest after each tenth of the requests, half of them in each flow."""
+    """The resources of both engines at rest after each tenth of the requests, half of them in each flow."""
     points = [{"requests": 0, **holdings(clients)}]
     for tenth in range(10):
         asked = prompts(requests // 20, seed=100 + tenth)
@@ -80,7 +80,7 @@ def curve(clients: Clients, requests: int) -> list[dict[str, Any]]:
 
 
 def holdings(clients: Clients) -> dict[str, Any]:
-    """Of each engine at rest: free blocks, rooms, pins, descriptors, threads, memory."""
+    """The resources of each engine at rest: free blocks, rooms, pins, descriptors, threads, memory."""
     found = {}
     for engine in (clients.prefill, clients.decode):
         counts = engine.at_rest()

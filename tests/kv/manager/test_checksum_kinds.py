@@ -86,7 +86,7 @@ def test_host_and_device_come_to_the_number_of_the_definition(
 
 
 def test_pieces_and_page_sizes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a pair compares: the same content in other pages of another size and order."""
+    """A pair compares the same content in other pages of another size and order."""
     rng, found = np.random.default_rng(7), set()
     tokens = rng.integers(0, 256, (3, 2, 45, 2, 16), np.uint8)  # layer, K or V, token, head, byte
     for order, size in (("", 4), ("LNKHB", 16), ("NLKBH", 1)):

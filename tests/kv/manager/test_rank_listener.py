@@ -1,4 +1,4 @@
-"""Who may be a rank of a leader: a process of the same user that shows the nonce, and no other one."""
+"""The processes that may be a rank of a leader: those of the same user that show the nonce."""
 
 from __future__ import annotations
 

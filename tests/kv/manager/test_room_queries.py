@@ -1,4 +1,4 @@
-"""What a leader asks the registry about rooms and tells it: whose answer counts, and for how long."""
+"""A leader's queries and messages to the registry about rooms: valid answers, and their lifetime."""
 
 from __future__ import annotations
 

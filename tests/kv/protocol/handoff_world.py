@@ -107,7 +107,7 @@ def content(transfer: TransferId, token: int, layer: int, value: bool) -> int:
 
 @dataclass
 class Job:
-    """What an engine knows of one hand-off."""
+    """An engine's record of one hand-off."""
 
     transfer: TransferId
     prompt: int
@@ -511,7 +511,7 @@ class World:
         return True
 
     def writer(self, write: Write) -> Node:
-        """Whose rank writes: decode's, where it passes on what has landed."""
+        """The side whose rank writes: decode's if it relays."""
         return self.decode if write.by == self.decode.me else self.prefill
 
     def finish(self, index: int = 0) -> bool:

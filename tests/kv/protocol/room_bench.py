@@ -171,7 +171,7 @@ class Bench:
 
 
 def said(effects: list[events.Effect], peer: LeaderId = ONE) -> list[HandoffMessage]:
-    """What is sent to `peer`."""
+    """The messages to `peer`."""
     return [e.message for e in effects if isinstance(e, events.Send) and e.peer == peer]
 
 

@@ -72,7 +72,7 @@ def test_compaction_keeps_every_live_timer(cancelled: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_after_a_compaction_the_earliest_timer_is_still_the_first(seed: int) -> None:
-    """What is left of a heap when entries are taken out of it is none."""
+    """A heap without some of its entries is no heap."""
     rng, deadlines, made = random.Random(seed), Deadlines(), []
     for _ in range(300):
         made.append(timer(rng.random()))

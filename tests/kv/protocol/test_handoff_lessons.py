@@ -37,7 +37,7 @@ def test_lesson_01_a_receiver_exists_at_once_though_its_prefill_is_not_known_yet
 
 
 def name(job: Job, role: Role) -> RoomKey:
-    """What the engine of this side calls its half."""
+    """The key of this side's half."""
     return job.transfer.sent_as if role is Role.PREFILL else job.transfer.received_as
 
 
@@ -286,7 +286,7 @@ def test_an_ordinal_or_a_generation_is_another_room() -> None:
 
 
 def test_no_message_for_a_finished_transfer_starts_an_endless_exchange() -> None:
-    """Whatever is repeated after the end, the two sides fall silent again."""
+    """After any repeated message the two sides fall silent again."""
     w = World()
     s, r = pair(w)
     w.work()

@@ -170,7 +170,7 @@ def test_a_rank_that_holds_only_what_others_send_takes_no_part() -> None:
 
 
 def reports(w: Case) -> list[ChunkPosted]:
-    """What prefill has reported."""
+    """The reports of prefill."""
     received = [event.message for _, event in w.log if isinstance(event, events.Received)]
     return [message for message in received if isinstance(message, ChunkPosted)]
 

@@ -1,4 +1,4 @@
-"""What prefill asks about a room that decode looks for too early; and what of the unknown is remembered."""
+"""Prefill's queries about a room that decode looks for too early, and the memory of unknown rooms."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def asking(
 
 
 def said(effects: list[events.Effect], peer: LeaderId = ONE) -> list[HandoffMessage]:
-    """What is sent, all of it to `peer`."""
+    """The sent messages, all to `peer`."""
     sent = [effect for effect in effects if isinstance(effect, events.Send)]
     assert {effect.peer for effect in sent} <= {peer}
     return [effect.message for effect in sent]

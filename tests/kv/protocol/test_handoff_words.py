@@ -1,4 +1,4 @@
-"""What each half says at its end and after it, what is a proof to it, and what it reports of the bytes."""
+"""The messages of each half at its end and after it, its proofs, and its report of the bytes."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def asked(effects: list[events.Effect]) -> list[events.AskRoom]:
 
 
 def changes(effects: list[events.Effect]) -> list[events.Change]:
-    """What the engine hears."""
+    """The changes that the engine gets."""
     return [e for e in effects if isinstance(e, events.Phase | events.Release | events.Quarantined)]
 
 

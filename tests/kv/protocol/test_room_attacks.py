@@ -1,5 +1,5 @@
-"""What one decode leader, authenticated and wrong or malicious, cannot do to the rooms of others; and what a
-bug in one room cannot take from the rest."""
+"""An authenticated decode leader that is wrong or malicious cannot harm the rooms of others; a bug in one
+room cannot harm the rest."""
 
 from __future__ import annotations
 

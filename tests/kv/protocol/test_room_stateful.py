@@ -37,7 +37,7 @@ TOKEN_BYTES = 32
 
 @dataclass
 class Half:
-    """What an engine knows of its half, and decode's of its pages."""
+    """An engine's record of its half; decode's has its pages."""
 
     phases: list[KVPoll] = field(default_factory=list)
     releases: int = 0

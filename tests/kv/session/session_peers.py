@@ -1,4 +1,4 @@
-"""What the session tests share: a recording handler, nodes, and a peer made of raw streams."""
+"""Parts of the session tests: a recording handler, nodes, and a peer made of raw streams."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class RawPeer:
             return decode_frame(await self.reader.readexactly(length))
 
     async def ended(self) -> bytes:
-        """What is still to be read until the other side closes."""
+        """The unread bytes until the other side closes."""
         async with asyncio.timeout(DEADLINE_S):
             try:
                 return await self.reader.read()

@@ -27,7 +27,7 @@ class Kept:
 
 
 class Peer:
-    """Who is dialled: there, or with an error for whoever asks."""
+    """The dialled peer: present, or an error for every caller."""
 
     def __init__(self, error: SegueError | None, uniform: Uniform = lambda _low, high: high) -> None:
         self.loop = TurnLoop()

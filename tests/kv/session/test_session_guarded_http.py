@@ -69,7 +69,7 @@ async def running(app: App, **settings: Any) -> AsyncIterator[GuardedServer]:
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What the server still says; a reset is an end, too."""
+    """The last bytes of the server; a reset is an end, too."""
     try:
         return await asyncio.wait_for(reader.read(), DEADLINE_S)
     except ConnectionError:
@@ -85,7 +85,7 @@ async def stopped(server: GuardedServer, jumps: Jumps) -> None:
 
 
 async def turns(condition: Callable[[], bool] = lambda: False) -> None:
-    """What is under way has happened."""
+    """Run what is under way."""
     for _ in range(30):
         if condition():
             return
@@ -181,7 +181,7 @@ def test_a_server_that_cannot_start_or_ends_by_itself_is_not_taken_for_one_that_
 
 
 def test_the_next_head_has_its_time_from_the_end_of_the_answer_before_it() -> None:
-    """What comes while another is answered is not read: it is not its client who is late."""
+    """A request during another one's answer is not read, so its client is not late."""
 
     async def main() -> None:
         app, jumps = App(), Jumps()

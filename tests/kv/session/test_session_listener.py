@@ -1,4 +1,4 @@
-"""Whoever accepts connections goes on whatever one of them does, and whatever the system lacks."""
+"""A listener continues after any fault of one connection or lack of a system resource."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_flood_of_connections_leaves_others_their_turns(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("family", ["127.0.0.1", "::1"])
 def test_a_port_is_free_for_a_restart_though_its_last_connections_are_remembered(family: str) -> None:
-    """Who closes first has them in TIME_WAIT for a minute."""
+    """The side that closes first has them in TIME_WAIT for a minute."""
     first = listening(family, 0, what="a test", flag="port")
     first.setblocking(True)
     with socket.create_connection(first.getsockname()[:2]) as client:

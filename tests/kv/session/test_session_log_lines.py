@@ -1,4 +1,4 @@
-"""What a peer sends cannot write lines of its own into our log."""
+"""Messages of a peer cannot write lines of their own into our log."""
 
 from __future__ import annotations
 

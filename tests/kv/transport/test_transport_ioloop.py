@@ -142,7 +142,7 @@ def test_a_timer_further_away_than_epoll_can_count_waits(loop: Turned) -> None:
 
 
 def _stopped_by(loop: Turned, last: Callable[[], None]) -> None:
-    """What `stop` on the loop's own thread does."""
+    """The effect of `stop` on the loop's own thread."""
     loop.inside = lambda: True  # type: ignore[method-assign]
     loop.stop(last, 1.0)
 

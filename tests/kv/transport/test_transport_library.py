@@ -55,13 +55,13 @@ class End:
             return found()[0]
 
     def on_loop(self, call: Callable[[], object]) -> object:
-        """What `call` returns on the transport's thread, after all that this was given before."""
+        """The result of `call` on the transport's thread, after all earlier calls."""
         answer: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.transport._loop.post(lambda: answer.put(call()))
         return answer.get(timeout=PATIENCE_S)
 
     def owed(self) -> list[int]:
-        """What the peer of each stream owes us, in messages."""
+        """The messages that the peer of each stream owes us."""
         transport = self.transport
         streams = [*transport._writing.values(), *(path._stream for path in transport._receiving)]
         return [stream._owed for stream in streams]
@@ -122,7 +122,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def lands_nothing(reader: End) -> None:
-    """What is still under way, if anything, does not land."""
+    """Bytes under way, if any, do not land."""
     for array in reader.arrays:
         array[:] = 0
     FAULTS.running.set()
@@ -275,7 +275,7 @@ def test_a_path_for_which_there_is_no_thread_is_not_made_and_ends_no_other(
 def test_a_transport_closes_whole_while_a_path_that_got_no_thread_is_still_there(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who closes, on another thread, may come before the loop has taken the path away."""
+    """The close, on another thread, may come before the loop has removed the path."""
     writer, reader = ends(connect=False)
 
     def refused(_path: WritingPath) -> None:

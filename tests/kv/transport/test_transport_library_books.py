@@ -1,4 +1,4 @@
-"""What both ends of a path of `library` keep: who owes what, which end a write has, when a fence is answered.
+"""The tables of both ends of a `library` path: owed answers, the end of each write, the answer of each fence.
 The writing path runs on the test's own thread, with a library whose every answer the test gives."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is let in by the one listener of all transports with sockets, and who has to go."""
+"""The connections that the listener of all socket transports accepts and closes."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ def test_every_range_must_lie_in_one_region() -> None:
 
 
 class Tensor:
-    """What is asked of a tensor of torch, of a device that is not here."""
+    """The used methods of a torch tensor, of a device that does not exist here."""
 
     def __init__(
         self, device: str = "cuda:0", strides: tuple[int, ...] = (32, 8, 8, 1), item: int = 2
@@ -361,7 +361,7 @@ SHAPE = KVShape(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="float16", item_by
     ids=["device", "host", "wider items", "narrower items", "backwards", "items apart"],
 )
 def test_tensors_that_do_not_fit_together_are_no_pool(other: Tensor) -> None:
-    """What would be moved is not what they hold."""
+    """The moved bytes would not be their content."""
     for layer in ([Tensor(), other], [other, Tensor()]):
         with pytest.raises(ConfigError, match=r"layers\[0\]\[[01]\]"):
             pool_of(SHAPE, [layer])

@@ -1,4 +1,4 @@
-"""What `nixl` tells UCX, and what it takes from NIXL; the bytes are in `tests/kv/conformance`."""
+"""The variables that `nixl` sets for UCX, and its use of NIXL; the bytes are in `tests/kv/conformance`."""
 
 from __future__ import annotations
 

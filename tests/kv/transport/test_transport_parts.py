@@ -223,7 +223,7 @@ def test_each_flipped_bit_is_refused() -> None:
 
 
 def test_a_recorded_verdict_is_worthless_for_another_writer() -> None:
-    """Who has recorded one connection, its challenge and its verdict, does not know the key."""
+    """A recording of one connection, its challenge and its verdict does not reveal the key."""
     key = handshake.new_key()
     listener, writer = handshake.ListenerProof(key), handshake.WriterProof(key, _hello())
     challenge = listener.challenge()

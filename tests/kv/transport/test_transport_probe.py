@@ -1,4 +1,4 @@
-"""What a probe writes, what follows from what it took, and which transport is taken."""
+"""The writes of a probe, the speed that follows from its times, and the chosen transport."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_slow_path_is_measured_with_few_writes_and_a_fast_one_with_large_ones(
 
 
 def test_of_several_turns_the_best_counts_and_the_cold_one_not_at_all() -> None:
-    """What else runs on the host while a deployment starts says nothing of a path."""
+    """Other load of the host while a deployment starts says nothing about a path."""
     measurement, page = Measurement(page_writes(SOURCE, TARGET, SHAPE), Effort(enough_s=0.1)), 60 * 12 * 1024
     measurement.took(5.0)  # cold, and slower than all that is wanted to know
     pages = iter([0.004, 0.001, 0.096, 0.5])

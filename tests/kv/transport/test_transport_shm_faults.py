@@ -62,7 +62,7 @@ class Side:
         return self.events.get(timeout=60)
 
     def on_loop(self, call: Callable[[], object]) -> Any:
-        """What `call` returns on the I/O thread, after all that it was given before."""
+        """The result of `call` on the I/O thread, after all earlier calls."""
         answer: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.transport._loop.post(lambda: answer.put(call()))
         return answer.get(timeout=60)
@@ -943,7 +943,7 @@ def test_a_process_of_another_user_is_given_nothing_though_it_knows_the_key() ->
 
 
 def test_a_listener_of_another_user_is_not_proven_anything_to(sides: tuple[Side, Side]) -> None:
-    """Whoever took the name of a reader that has ended would learn who we are, and could have us write."""
+    """A process that took the name of an ended reader would learn our identity, and could make us write."""
     writer, reader = sides
     with pytest.raises(PeerRefused, match="another user"):
         shm_out.map_peer(writer.me, reader.me, reader.endpoint, 60, Strange())

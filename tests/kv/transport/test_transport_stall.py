@@ -196,7 +196,7 @@ def test_a_reader_that_answered_for_a_while_and_then_no_more_ends_the_path() -> 
 
 
 def test_a_data_port_can_be_listened_at_again_while_connections_of_before_linger() -> None:
-    """What this end closed first lingers in the kernel (TIME_WAIT) for a minute."""
+    """Connections that this end closed first stay in the kernel (TIME_WAIT) for a minute."""
     first = Net().listen("127.0.0.1", 0)
     host, port = first.getsockname()
     with socket.create_connection((host, port), 10) as peer:

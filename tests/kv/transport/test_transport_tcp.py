@@ -318,7 +318,7 @@ def test_lesson_17_random_bytes_before_the_handshake(shared: Reader, data: bytes
 def test_lesson_22_random_parts_after_the_handshake(
     shared: Reader, rows: list[tuple[int, int]], nbytes: int | None, epoch: int, noise: bytes
 ) -> None:
-    """Whatever an authenticated peer sends without a grant, memory is untouched and we live."""
+    """An authenticated peer without a grant can neither change memory nor end the process."""
     sock = shared.enter()
     sock.sendall(part(epoch, rows, nbytes) + noise)
     sock.close()

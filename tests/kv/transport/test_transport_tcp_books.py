@@ -1,5 +1,4 @@
-"""What `tcp` keeps of parts, fences and streams, turn by turn and without a network: which end a write has,
-when a fence is answered, and what of a stream is whose."""
+"""The tables of `tcp` for parts, fences and streams, turn by turn and without a network."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class Line:
         return nbytes
 
     def receive(self, nbytes: int) -> bytes | None:
-        """Of what came; the rest of that stays where no poll sees it, as in a record of TLS."""
+        """A part of the received bytes; the rest stays where no poll sees it, as in a record of TLS."""
         if not self.data:
             return None
         data = self.data.pop(0)
@@ -168,7 +167,7 @@ def test_a_write_has_landed_only_if_each_of_its_parts_has_in_whatever_order(
 
 
 def test_a_fence_waits_for_the_rest_of_a_part_that_is_half_sent_on_any_stream() -> None:
-    """What is not sent yet is read from our pages: they must not be somebody else's by then."""
+    """Unsent bytes are read from our pages, which must not belong to another request by then."""
     path = Path(Line(50), Line(50))
     path.write(9, 1)
     path.write(10, 1)
@@ -281,7 +280,7 @@ def part(epoch: int, ident: int, start: int, nbytes: int) -> bytes:
 
 
 def test_only_the_bytes_of_a_refused_part_are_thrown_away(incoming: Incoming) -> None:
-    """What follows at once, as it does from a writer that never waits, is of another hand-off."""
+    """The bytes that follow at once, as from a writer that never waits, belong to another hand-off."""
     parts = [part(epoch, n, 100 * n, 100) for n, epoch in enumerate((9, 1, 10, 2, 2, 11), 1)]
     incoming.hears(b"".join(parts))
     statuses = [LANDED, REFUSED, LANDED, REFUSED, REFUSED, LANDED]

@@ -564,7 +564,7 @@ def test_cuda_ipc_a_path_ends_its_copies_before_it_unmaps_and_leaves_no_event(en
 def test_cuda_ipc_a_region_that_ends_outside_its_allocation_is_not_written_to(
     ends: Ends, too_long: int
 ) -> None:
-    """What lies behind it on the peer's GPU is somebody else's."""
+    """The bytes behind it on the peer's GPU belong to another owner."""
     source, target = double_cuda.device_memory(MiB), double_cuda.device_memory(MiB)
     writer, reader = CudaLibrary(double_cuda.modules), CudaLibrary(double_cuda.modules)
     writer.export(source)

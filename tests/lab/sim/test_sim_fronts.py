@@ -1,4 +1,4 @@
-"""What a frontend may say to its leaders, and what its clients may be told: each rule sees what breaks it."""
+"""Legal messages of a frontend to its leaders and clients: each rule detects its violation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do to one another: one that diverges or is late, conflicts of DP ranks, forced queries."""
+"""Effects of ranks on each other: one that diverges or is late, conflicts of DP ranks, forced queries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def calm(leaders: int) -> Scenario:
 
 
 def with_fault(kind: str, role: Role, *, workers: bool, amount: int = 1) -> Outcome:
-    """What comes of one fault at an instance of several ranks."""
+    """The outcome of one fault at an instance of several ranks."""
     scenario = replace(calm(1), splits=(EQUAL, UNEQUAL[0])[workers], workers=workers)
     node = next(node.name for node in scenario.nodes if node.role is role)
     fault = Fault("f0", kind, 0.1, node, seconds=0.3, amount=amount)

@@ -19,7 +19,7 @@ PEERS = []
 
 @pytest.fixture(autouse=True)
 def ended():
-    """What waits in the loops of a test's processes ends with it."""
+    """Waiting tasks in the loops of a test's processes end with it."""
     yield
     while PEERS:
         peer = PEERS.pop()

@@ -71,7 +71,7 @@ RULES_RARE = {(8, "sent on twice"), (9, "bindings spent"), (7, "expired"), (3, "
 
 
 def counts_of(seeds: range) -> Counter[str]:
-    """What happened in the seeds, none of which may break a rule, each under enough faults."""
+    """The counted events of the seeds, none of which may break a rule, each under enough faults."""
     counts: Counter[str] = Counter()
     under_faults = 0
     for seed in seeds:

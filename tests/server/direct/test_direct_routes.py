@@ -135,7 +135,7 @@ def test_the_loads_are_those_of_its_own_ranks_in_their_order_with_waiting_ones_a
 
 
 class Closing:
-    """What a door closes, and what its requests hold."""
+    """A server that notes its close, with resources of requests."""
 
     def __init__(self) -> None:
         self.closed: list[str] = []

@@ -1,4 +1,4 @@
-"""What each door makes of a router's body, without instances behind it."""
+"""The parsing of a router's body by each server, without instances behind it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Submits:
 
 
 def halves(backend: Any, samples: int) -> list[DirectHalf]:
-    """What each sample is placed as, whatever comes first."""
+    """The half of each sample, in any order."""
     backend._fleet = fleet = Submits()
     for k in reversed(range(samples)):
         backend.submit(SimpleNamespace(request_id=f"r{k}"), budget_s=1.0)

@@ -169,7 +169,7 @@ def post(port: int, path: str, body: dict[str, Any], timeout_s: float = 60) -> h
 
 
 def said(answer: httpx.Response) -> list[Any]:
-    """What a client reads of an answer, without ids, dates and the numbers of caches; a stream whole."""
+    """A client's view of an answer, without ids, dates and the numbers of caches; a stream whole."""
     assert answer.status_code == 200, answer.text
     if not answer.headers["content-type"].startswith("text/event-stream"):
         return [_rounded(answer.json()["choices"])]
@@ -310,7 +310,7 @@ def test_prefill_that_is_killed_and_comes_back_at_its_address_serves_again(parts
 
 
 def _events_of(door: int) -> list[str]:
-    """What tells vllm-router where the worker with this door publishes them."""
+    """The flags that name the KV events of the worker at this port to vllm-router."""
     url = f"http://127.0.0.1:{door}=tcp://127.0.0.1:"
     return ["--kv-event-source", f"{url}{door + 1}", "--kv-event-replay-source", f"{url}{door + 2}"]
 

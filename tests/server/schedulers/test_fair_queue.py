@@ -1,4 +1,4 @@
-"""Who is computed next: priorities, tenants by turns, and nobody for ever."""
+"""The order of computation: priorities, tenants by turns, and no starvation."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_what_has_passed_the_oldest_counts_anew_for_the_next_one() -> None:
 def test_a_tenant_that_comes_late_begins_where_the_farthest_was_though_another_one_s_turn_came_after() -> (
     None
 ):
-    """Of tenants with other priorities one may have begun long before: time does not go back to that."""
+    """Among tenants with other priorities one may have begun long before: virtual time does not go back."""
     made = queue(waiting(10, tenant="early", priority=1), waiting(10, tenant="early", priority=1))
     for _ in range(4):
         made.add(waiting(10, tenant="urgent", priority=-1))

@@ -1,4 +1,4 @@
-"""What a request says of itself token by token: when it ends, what its frontend is told, and how often."""
+"""A request's reports token by token: its end, and its messages to the frontend."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ def test_a_prompt_whose_tail_could_not_be_copied_is_computed_again() -> None:
 
 @pytest.mark.parametrize("code", sorted(ErrorCode))
 def test_what_is_not_to_be_trusted_after_an_error_is_not_kept(code: ErrorCode) -> None:
-    """Whatever else may be tried again keeps what was computed for the attempt that follows."""
+    """After other retryable errors the computed KV is kept for the next attempt."""
     pair = Pair()
     pair.lose = hold(Metadata)
     ask(pair, "r", list(range(18)))

@@ -1,4 +1,4 @@
-"""Who is admitted, for how long, and what its frontend is told: each frontend of its own requests only."""
+"""Admission, its duration, and the messages to each frontend about its own requests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def finish(scheduler: Scheduler, now: float = 0.0) -> None:
 
 
 def codes(scheduler: Scheduler) -> list[tuple[Incarnation, str, ErrorCode]]:
-    """Who was told of which error; what was told is forgotten."""
+    """The errors and their receivers; clears them."""
     told = [(to, out.request_id, out.error.code) for to, out in scheduler.outbox if out.error is not None]
     scheduler.outbox.clear()
     return told

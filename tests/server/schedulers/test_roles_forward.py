@@ -414,7 +414,7 @@ def test_of_those_whose_kv_was_moved_out_the_one_that_is_cancelled_stays_away_an
 
 
 def test_what_prefill_knows_of_the_prompt_s_tokens_reaches_the_client_with_the_first_one() -> None:
-    """Of two chunks, and of the token that prefill has drawn."""
+    """Two chunks, and the token that prefill has sampled."""
     pair = Pair()
     pair.submit("r", list(range(20)), 2)
     node, told = pair.prefill, list[TokenLogprob | None]()

@@ -1,4 +1,4 @@
-"""What follows a hand-off at decode, and what each half asks of its own: budgets, hints, ranks, credits."""
+"""Decode after a hand-off, and the requests of each half: budgets, hints, ranks, credits."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_hand_off_that_lands_after_its_client_has_left_gives_nothing_and_keeps
 def test_where_each_token_s_kv_came_from_adds_up(
     prompt: int, decode: int, prefill: int, expected: tuple[int, int, int]
 ) -> None:
-    """What decode had and prefill computed all the same was computed."""
+    """Tokens that decode had cached and prefill computed all the same count as computed."""
     usage = first_usage(prompt, decode, prefill)
     assert usage.prompt_tokens == prompt
     assert (usage.decode_cached, usage.prefill_cached, usage.computed) == expected

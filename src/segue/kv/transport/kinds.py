@@ -1,4 +1,4 @@
-"""Which transports there are, which work here, and which one two sides should use.
+"""The transports: which exist, which work here, and which one two sides should use.
 
 A transport is one file and one line of `KINDS`: its class describes itself (see `base.Transport`), and
 nobody else asks for a transport by its name. The module is imported when its transport is made or asked
@@ -56,13 +56,13 @@ class TransportKinds:
         return {name: self._reason(name) for name in self.known}
 
     def automatic(self) -> tuple[str, ...]:
-        """What `auto` means, best first, whether it works here or not."""
+        """The transports of `auto`, best first, whether they work here or not."""
         found = [kind for name, where in self.known.items() if where and (kind := self.kind(name)).automatic]
         return tuple(kind.name for kind in sorted(found, key=lambda kind: kind.preference))
 
     def offered(self, setting: str, memory: Memory) -> dict[str, str]:
-        """What to offer for `memory` and a setting (see `names`): each name with `OK`, and those of several
-        that cannot be used with the reason."""
+        """The transports to offer for `memory` and a setting (see `names`): each name with `OK`, and unusable
+        ones of several with the reason."""
         names = self.names(setting)
         if len(names) == 1 and setting != AUTO_TRANSPORT:
             return {setting: USABLE}
@@ -76,8 +76,7 @@ class TransportKinds:
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def for_memory(self, names: Sequence[str], memory: Memory) -> list[str]:
-        """What to make of `names` for `memory`: where none of them takes a device's memory, their forms that
-        stage it."""
+        """The forms of `names` for `memory`: if none of them takes a device's memory, their staged forms."""
         kinds = frozenset(region.kind for region in memory.regions)
         if MemoryKind.DEVICE not in kinds or any(
             name in self.known and kinds <= self.kind(name).memory_kinds for name in names

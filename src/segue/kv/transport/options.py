@@ -1,4 +1,4 @@
-"""What a leader gives each of its transports, in one piece."""
+"""The options that a leader gives each of its transports."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ log = logging.getLogger("segue.kv.transport")
 
 
 class StagedAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in `Endpoint.data` beside the address of the control stream (`TcpAddress`)."""
+    """The content of `Endpoint.data` besides the address of the control stream (`TcpAddress`)."""
 
     inner: Endpoint
     slot_bytes: int
