@@ -1,5 +1,5 @@
-"""Prompts that were computed and not handed over (the hand-off failed, or a foreign router asked prefill
-first): the attempt that follows needs no forward.
+"""Prompts that were computed for a placed request whose hand-off failed: the attempt that follows needs no
+forward. A room of direct mode keeps its pages itself.
 
 The whole pages of such a prompt are in the prefix tree, where pressure may evict them. Here is the rest:
 the tail page, copied to host memory, and the metadata with the first token. Bounded in entries, bytes and
