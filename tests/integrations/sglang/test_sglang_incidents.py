@@ -129,8 +129,7 @@ def test_24601_nothing_is_left_after_1000_rooms() -> None:
                 receiver.send_metadata([number % 20], 0, 0)
                 sender.poll()
             first, second = ends if number % 3 else ends[::-1]
-            first.abort()
-            first.clear()
+            first.abort()  # SGLang does not clear each aborted sender
             second.clear()
             second.clear()
         else:

@@ -272,10 +272,12 @@ class RoomHalf(ABC):
         self._end(self.own_error)
 
     def abort(self) -> None:
-        """SGLang ends the request. Prefill uses its pages again at once, decode after `release_safe`."""
+        """SGLang ends the request. Prefill uses its pages again at once, decode after `release_safe`. Some
+        ways out of SGLang's queues end here, without `clear`."""
         if self.conclude_state is None:
             self.fail(AbortedByClient("SGLang aborted the request"))
             self.conclude_state = SglPoll.FAILED
+        self.clear()
 
     def failure(self) -> HalfFailure:
         """Why the request fails: this half, or another rank's. Ends this half, too."""
