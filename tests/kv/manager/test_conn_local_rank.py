@@ -11,11 +11,15 @@ import pytest
 from test_manager import spec
 
 from segue.kv.errors import BootstrapTimeout, Internal, OutOfCapacity
-from segue.kv.ids import LeaderId, RankId, new_incarnation
-from segue.kv.layout.content import whole_pages
+from segue.kv.ids import LeaderId, RankId, TransferId, new_incarnation
+from segue.kv.layout.content import Content, whole_pages
 from segue.kv.layout.spec import PoolSpec
+from segue.kv.protocol import events
+from segue.kv.ranks import local_rank
 from segue.kv.ranks.local_rank import LocalRank
-from segue.kv.transport.base import Endpoint, WriteFailed, Written
+from segue.kv.ready import ReadyEvent
+from segue.kv.threads import ThreadPerCall, Waits
+from segue.kv.transport.base import Endpoint, Fenced, WriteFailed, Written
 from segue.kv.transport.memory.pool_memory import allocate
 from segue.kv.transport.probe import PageShape, Scratch
 from segue.lab.sim.sim_engine import lineage_spec
@@ -44,6 +48,12 @@ class Noting:
 
     def write(self, peer: RankId, epoch: int, tag: int, blocks: Any) -> None:
         self.written.put_nowait(tag)
+
+    def fence(self, peer: RankId, epoch: int) -> None:
+        self.on_event(Fenced(peer, epoch, True))
+
+    def submit(self, effect: events.ComputeChecksum) -> None:
+        self.asked.append(("hash", effect.tag))
 
     def start(self) -> None: ...
 
@@ -75,11 +85,12 @@ class Rig:
             scratch_bytes,
         )
         self.moved: list[Any] = []
+        self.hashed: list[Any] = []
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        owner: Any = SimpleNamespace(moved=lambda *event: self.moved.append(event))
-        await self.rank.start(owner, SimpleNamespace(post=loop.call_soon))  # type: ignore[arg-type]
+        owner: Any = SimpleNamespace(moved=lambda *event: self.moved.append(event), hashed=self.hashed.append)
+        await self.rank.start(owner, SimpleNamespace(post=loop.call_soon, loop=loop))  # type: ignore[arg-type]
 
     def measure(self, timeout_s: float = 60.0) -> asyncio.Task[Any]:
         return asyncio.ensure_future(self.rank.measure("one", PEER, 7, THEIRS, SHAPE, timeout_s))
@@ -196,5 +207,42 @@ def test_nothing_is_hashed_any_more_when_the_first_transport_ends() -> None:
         rig.asked.clear()
         rig.rank.close()
         assert rig.asked == [("close", "digester"), ("close", "one"), ("close", "two")]
+
+    run(test)
+
+
+def test_a_fence_answers_each_write_and_checksum_that_waits_and_leaves_those_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_rank, "MAX_HELD", 4)
+    other = RankId(PEER.leader, 2)
+    transfer = TransferId(5, 0, PEER.leader, PEER.leader)
+
+    async def test(rig: Rig) -> None:
+        ready = ReadyEvent(1, Waits(ThreadPerCall("waits")))
+        for peer, epoch, tag in ((PEER, 7, 1), (other, 7, 2), (PEER, 8, 3)):
+            rig.rank.write("one", peer, epoch, tag, (), ready)
+        for epoch, tag in ((7, 4), (8, 5)):
+            rig.rank.checksum(
+                events.ComputeChecksum(transfer, 0, tag, Content((), ()), epoch=epoch, ready=ready)
+            )
+        rig.rank.fence("one", PEER, 7)
+        (_, _, failed), (_, _, fenced) = rig.moved
+        assert isinstance(failed, WriteFailed)
+        assert (failed.peer, failed.epoch, failed.tag, failed.refused) == (PEER, 7, 1, False)
+        assert fenced == Fenced(PEER, 7, True), "after what it ends"
+        assert [(answer.tag, answer.error is None) for answer in rig.hashed] == [(4, False)]
+        rig.rank.fence("two", PEER, 8)
+        assert len(rig.moved) == 3, "another transport's"
+        for tag in (6, 7, 8):
+            rig.rank.write("one", PEER, 9, tag, (), ready)
+        rig.rank.write("one", PEER, 9, 9, (), ready)
+        with pytest.raises(OutOfCapacity):
+            rig.rank.write("one", PEER, 9, 10, (), ready)
+        ready.signal()
+        written = [await rig.transports["one"].written.get() for _ in range(6)]
+        assert sorted(written) == [2, 3, 6, 7, 8, 9]
+        await asyncio.sleep(0)
+        assert ("hash", 5) not in rig.asked, "its checksum went with the fence of its epoch"
 
     run(test)
