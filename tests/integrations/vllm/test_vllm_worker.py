@@ -235,6 +235,16 @@ def test_other_blocks_or_weights_are_refused_when_the_sides_meet(stack: ExitStac
 
 
 def test_a_secret_of_another_deployment_is_refused(stack: ExitStack) -> None:
+    pair = Pair(stack, secret=b"s" * 16, decode_secret=b"t" * 16, room_s=1.0)
+    hand_over(pair, "1", 9)
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert pair.decode.loaded == []
+    assert outcomes(pair) == {}, "nobody was contacted"
+    assert "wrong signature" in "".join(pair.decode.table.take_warnings())
+    at_rest(pair)
+
+
+def test_with_one_secret_sides_meet(stack: ExitStack) -> None:
     pair = Pair(stack, secret=b"s" * 16)
     hand_over(pair, "1", 9)
     assert served(pair, "d1") is RequestEnd.LENGTH

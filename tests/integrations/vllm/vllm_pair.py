@@ -97,32 +97,33 @@ class Pair:
         decode_facts: CacheFacts = CPU_ATTN,
         shared: bool = False,
         secret: bytes = b"",
+        decode_secret: bytes | None = None,
         models: tuple[str, str] = ("model/float32", "model/float32"),
         **settings: Any,
     ) -> None:
         self.settings = ConnectorSettings(**{"transport": ["shm" if shared else "tcp"], **settings})
         self.stack = stack
-        self.secret = secret
         pool = ModelPool(BLOCKS)
         table = PrefillTable(MODEL, pool, BLOCK, self.settings, secret)
         self.prefill = ModelEngine(table, pool, policy)
-        self.prefill.worker = self._worker(Role.PREFILL, pool, CPU_ATTN, shared, models[0])
+        self.prefill.worker = self._worker(Role.PREFILL, pool, CPU_ATTN, shared, models[0], secret)
         address = self.prefill.worker.side.address
         table.address = PeerAddress(address.leader, address.host, address.port)
         pool = ModelPool(BLOCKS)
+        theirs = secret if decode_secret is None else decode_secret
         self.decode = ModelEngine(
-            DecodeTable(MODEL, pool, BLOCK, self.settings, secret, policy=policy), pool, policy
+            DecodeTable(MODEL, pool, BLOCK, self.settings, theirs, policy=policy), pool, policy
         )
-        self.decode.worker = self._worker(Role.DECODE, pool, decode_facts, shared, models[1])
+        self.decode.worker = self._worker(Role.DECODE, pool, decode_facts, shared, models[1], theirs)
 
         self.running = [self.prefill, self.decode]
 
     def _worker(
-        self, role: Role, pool: ModelPool, facts: CacheFacts, shared: bool, model: str
+        self, role: Role, pool: ModelPool, facts: CacheFacts, shared: bool, model: str, secret: bytes
     ) -> TensorWorker:
         caches, mode = make_caches(shared)
         found: CachePool = cache_pool(caches, facts, mode.memory)
-        side = WorkerSide(role, self.settings, self.secret, model, found)
+        side = WorkerSide(role, self.settings, secret, model, found)
         self.stack.callback(side.close)
         return TensorWorker(pool, side, caches)
 
