@@ -415,3 +415,43 @@ def test_a_path_that_has_ended_is_over_when_its_last_copy_is_and_no_sooner() -> 
         writer.transport.write(again.me, 5, 2, [CopyBlock(0, 0, 1, 100)])
         assert isinstance(writer.wait(1)[0], Written)
         again.transport.close()
+
+
+@pytest.mark.parametrize("ends_by", ["reader", "writer", "stream"])
+def test_nobody_hears_of_an_end_while_a_copy_still_writes_the_memory(ends_by: str) -> None:
+    with ends("staged_shm", 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        writer.array[:] = 7
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        copies = reader.transport._copies  # type: ignore[attr-defined]
+        into, began, goes_on = copies.into, threading.Event(), threading.Event()
+
+        def slow(blocks: list[CopyBlock], slot: int) -> None:
+            began.set()
+            assert goes_on.wait(PATIENCE_S)
+            into(blocks, slot)
+
+        copies.into = slow
+        writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+        assert began.wait(PATIENCE_S)
+        if ends_by == "reader":
+            reader.transport.fence(writer.me, 3)
+        elif ends_by == "writer":
+            writer.transport.fence(reader.me, 3)
+        else:
+            (path,) = reader.transport._readers[writer.me]  # type: ignore[attr-defined]
+            reader.transport._loop.post(lambda: path.end(TransferFailed("cut")))  # type: ignore[attr-defined]
+        for end in (writer, reader, writer, reader):  # a word there and back
+            turned = threading.Event()
+            end.transport._loop.post(turned.set)  # type: ignore[attr-defined]
+            assert turned.wait(PATIENCE_S)
+        silent = reader.events.empty(), ends_by == "stream" or writer.events.empty()
+        goes_on.set()
+        assert silent == (True, True)
+        told = reader if ends_by != "writer" else writer
+        kinds = {type(event).__name__ for event in told.wait(1 if told is reader else 2)}
+        assert (
+            kinds
+            == {"reader": {"Fenced"}, "writer": {"Fenced", "WriteFailed"}, "stream": {"PeerGone"}}[ends_by]
+        )
+        assert (reader.array[:100] == 7).all(), "all of it was there before"
