@@ -12,6 +12,7 @@ TRANSPORTS := $(VENV)/.segue-transports
 ROUTERS := $(VENV)/routers
 OLDEST := $(VENV)-oldest
 VLLM := $(VENV)-vllm
+SGLANG := $(VENV)-sglang
 VLLM_VERSION := 0.32.0
 
 # Tests use one thread per process and never ask a model hub; this many processes run them at once. Those that
@@ -21,7 +22,7 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup transports routers serve test test-slow test-oldest test-vllm soak mutants sabotage bench fmt clean
+.PHONY: help setup transports routers serve test test-slow test-oldest test-vllm test-sglang soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -95,6 +96,18 @@ $(VLLM)/.segue-setup: pyproject.toml | $(STAMP)
 test-vllm: $(VLLM)/.segue-setup ## the KV connector in real vLLM engines on CPUs, in an environment of their own
 	@$(TEST_ENV) $(BIN)/pytest -n 0 -m vllm --timeout=300 $(ARGS)
 
+# SGLang without what it needs CUDA for; torch and most of the rest are those of $(VENV). Stand-ins for the two
+# packages that do not load here are in tests/sglang_engines/absent.
+$(SGLANG)/.segue-setup: pyproject.toml tests/sglang_engines/requirements.txt | $(STAMP)
+	@test -x $(SGLANG)/bin/python || $(BIN)/python -m venv $(SGLANG)
+	@echo "sglang: the environment $(SGLANG) (1 GiB on disk)"
+	@cd $(SGLANG)/lib/python3*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages > segue.pth
+	@$(SGLANG)/bin/python -m pip install $(QUIET) --no-deps -r tests/sglang_engines/requirements.txt -e .
+	@touch $@
+
+test-sglang: $(SGLANG)/.segue-setup ## the transfer backend in real SGLang engines on CPUs
+	@$(TEST_ENV) $(BIN)/pytest -n 0 -m sglang --timeout=300 $(ARGS)
+
 soak: transports ## the long tests that the other two leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
 
@@ -112,5 +125,5 @@ fmt: setup ## format and sort imports
 	@$(BIN)/ruff format --quiet .
 
 clean: ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(OLDEST) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SGLANG) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
