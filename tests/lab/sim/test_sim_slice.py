@@ -67,7 +67,14 @@ RARE = (
 
 #: Rules of rooms (`room_checks.RULES`) at work in any twenty seeds; all but the rarest are in eighty.
 RULES_COMMON = {1, 2, 3, 5, 6, 7, 9, 10, 11}
-RULES_RARE = {(8, "sent on twice"), (9, "bindings spent"), (7, "expired"), (3, "permitted by the placer")}
+RULES_RARE = {
+    (3, "permitted by the placer"),
+    *((4, name) for name in RULES[4]),
+    (7, "expired"),
+    (8, "sent on twice"),
+    (9, "bound and not evicted"),
+    (9, "bindings spent"),
+}
 
 
 def counts_of(seeds: range) -> Counter[str]:
