@@ -206,16 +206,19 @@ class KVManager(Handles):
         """Handle one event and all its effects. A bug ends the hand-off of the event, and costs no other one
         an effect or its deadline: nothing is raised."""
         now = self.clock.now()
+        end: events.Event | None = None
         try:
             effects = self._decide(event, now)
         except Exception as exc:
             effects = self.exchange.decided
-            self._undecided(event, typed(exc, f"handling {type(event).__name__}"))
+            end = self._undecided(event, typed(exc, f"handling {type(event).__name__}"))
         for effect in effects:
             try:
                 self._carry_out(effect)
             except Exception as exc:
                 self._not_done(effect, typed(exc, f"carrying out {type(effect).__name__}"))
+        if end is not None:
+            self._handle(end)  # before the next event of a batch, which would be refused for another reason
         while self._granted:
             self._handle(self._granted.pop())
         self._alarm.set(self.exchange.next_deadline(), now)
@@ -230,21 +233,22 @@ class KVManager(Handles):
                 raise  # no refusal: it came in the middle
             return self._refused(event, error, now)
 
-    def _undecided(self, event: events.Event, error: SegueError) -> None:
-        """A hand-off met a bug: it ends now on both sides; so does a session that allows none."""
+    def _undecided(self, event: events.Event, error: SegueError) -> events.Event | None:
+        """A hand-off met a bug: the event that ends it on both sides; a session that allows none ends."""
         match event:
             case events.PeerUp():
                 self._part(event.peer, error)
+                return None
             case events.PeerDown() | events.Tick() | events.AbortTransfer() | events.EndRoom():
-                pass  # nothing of one hand-off, or its end already
+                return None  # nothing of one hand-off, or its end already
             case events.PrefillInstances():
-                pass  # they are told again with the next change
+                return None  # they are told again with the next change
             case events.Received():
-                self._end_later(event.message.transfer, error)
+                return events.AbortTransfer(event.message.transfer, error.info)
             case _ if isinstance(event, events.RankEvent):
-                self._end_later(event.transfer, error)
+                return events.AbortTransfer(event.transfer, error.info)
             case _:
-                self._end_room_later(event.key, error)
+                return events.EndRoom(event.key, error.info)
 
     def _not_done(self, effect: events.Effect, error: SegueError) -> None:
         """An effect was not carried out, or only in part: its hand-off ends, unless it has already."""

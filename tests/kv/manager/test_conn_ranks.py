@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from segue.kv.protocol import events
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.ranks.rank_group import Ranks
 from segue.kv.transport.base import Endpoint
-from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv.transport.memory.pool_memory import Memory, allocate
 from segue.kv.transport.options import TransportOptions
 
 PEERS = 3
@@ -67,6 +68,9 @@ class Made:
     def create(self, name: str, on_event: Any, options: TransportOptions) -> Any:
         self.made[name] = Recorder(name, on_event, options)
         return self.made[name]
+
+    def for_memory(self, names: Sequence[str], memory: Memory) -> Sequence[str]:
+        return names
 
     def transfer(self, peer: LeaderId) -> TransferId:
         me = self.config.me

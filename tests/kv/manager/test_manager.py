@@ -531,10 +531,11 @@ def test_a_bug_on_one_event_loses_none_of_those_posted_with_it_and_ends_its_hand
         sender.send(Span(0, 8), range(PAGES), b"1")
         prefill.wait_release(transfer)
         decode.wait_release(transfer)
-        assert seen[:2] == [events.SendChunk, events.SendMetadata]
+        assert seen[:3] == [events.SendChunk, events.EndRoom, events.SendMetadata]
         for side in (sender, receiver):
             assert side.error is not None
             assert side.error.code is ErrorCode.INTERNAL
+            assert "a bug" in side.error.text, "the reason, and not that the next event came too early"
             side.clear()
         assert_at_rest(prefill)
         assert_at_rest(decode)

@@ -402,8 +402,8 @@ class RoomChecks:
             ledger.doubt = None
         if isinstance(message, Declined) and ledger is not None:
             self._declined(node, message, ledger, effects, was_closed=was_closed, live=live)
-        if not isinstance(message, Destination):
-            return
+        if not isinstance(message, Destination) or transfer.prefill != node.me:
+            return  # what names another leader (an injected message) is nobody's here, and has no answer
         replies = [
             e.message for e in effects if isinstance(e, events.Send) and e.message.transfer == transfer
         ]
