@@ -40,6 +40,8 @@ SMALLEST = {
 #: people's routers
 ELSEWHERE = {"changes", "etcd", "kills", "sim_many"}
 ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
+#: These need another commit's tree, vLLM, or gigabytes of memory.
+ELSEWHERE |= {"per_request", "vllm_answers", "staging", "sglang_pages"}
 
 
 def test_no_measurement_is_forgotten() -> None:

@@ -82,7 +82,11 @@ class KVManager(Handles):
         self._on_rank_lost = on_rank_lost
         #: why hand-offs are impossible from now on
         self._lost: SegueError | None = None
-        ranks = [local_rank(config, pool, runtime)] if isinstance(pool, Memory) else pool
+        try:
+            ranks = [local_rank(config, pool, runtime)] if isinstance(pool, Memory) else pool
+        except BaseException:  # a transport refuses the memory
+            self.plane.close()
+            raise
         self._ranks = Ranks(ranks, config.me, config.role, config.limits.max_sessions)
         info = LeaderInfo(
             versions=HANDOFF_VERSIONS,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from test_manager import LIMITS, Side, expect, receive
 
+from segue.kv.config import KVConfig
 from segue.kv.errors import ConfigError, LayoutMismatch
 from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
 from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.manager import KVManager
 from segue.kv.transport import kinds
 from segue.kv.transport.memory import copier
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, allocate
@@ -324,3 +329,20 @@ def test_a_pool_that_is_not_the_memory_given_is_refused_before_anything_starts()
     for pool, given in wrong:
         with pytest.raises(ConfigError, match=r"the pool (is described|needs)"):
             Side(Role.PREFILL, transport="tcp", spec=pool, memory=given, limits=LIMITS)
+
+
+def test_memory_that_the_second_transport_refuses_leaves_nothing_of_the_first() -> None:
+    """Its descriptors, and the mapping of its table of epochs."""
+    spec, memory, _ = engine_pool("NKBH", 6, 4)
+
+    def kept() -> tuple[int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), maps.count("memfd:segue")
+
+    found = []
+    for _ in range(3):  # an event loop's first one in a process keeps a pipe
+        with pytest.raises(ConfigError, match="shm"):
+            KVManager(KVConfig(role=Role.PREFILL, model="m", spec=spec, transports=("tcp", "shm")), memory)
+        found.append(kept())
+    assert found[0] == found[1] == found[2]

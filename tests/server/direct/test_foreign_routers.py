@@ -13,7 +13,9 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,19 @@ ROUTERS = Path(os.environ.get("ROUTERS_VENV") or Path(sys.prefix) / "routers") /
 PREFILL, DECODE, FRONTEND, SGLANG, VLLM, BOOTSTRAP = 18101, 18111, 18103, 18120, 18130, 18998
 WORKERS, KV_AWARE, INDEXER = (18201, 18211), 18140, 18150
 CLONE_NEWNET = 0x40000000
+#: A registry by itself, so that it can be killed alone.
+REGISTRY = f"""
+import asyncio
+from segue.cli.commands.processes import run_registry
+from segue.kv import Limits
+
+async def main():
+    async with run_registry({BOOTSTRAP}, None, Limits(), None):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 #: What a request may take here at most: what a leg waits for the other one.
 BUDGET_S = 6.0
@@ -63,12 +78,17 @@ class Parts:
 
     folder: Path
     dp: int
+    #: the registry is a process of its own, not prefill's
+    registry_apart: bool = False
     running: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
+        registry = ("--registry", f"http://127.0.0.1:{BOOTSTRAP}")
+        theirs = registry if self.registry_apart else ("--bootstrap-port", str(BOOTSTRAP))
         words = {
-            "prefill": self._segue("prefill", PREFILL, "--bootstrap-port", str(BOOTSTRAP)),
-            "decode": self._segue("decode", DECODE, "--registry", f"http://127.0.0.1:{BOOTSTRAP}"),
+            "registry": [sys.executable, "-c", REGISTRY],
+            "prefill": self._segue("prefill", PREFILL, *theirs),
+            "decode": self._segue("decode", DECODE, *registry),
             "frontend": [
                 *(sys.executable, "-m", "segue.cli.main", "frontend", "--port", str(FRONTEND)),
                 *("--registry", f"http://127.0.0.1:{BOOTSTRAP}"),
@@ -97,7 +117,7 @@ class Parts:
         with (self.folder / f"{name}.log").open("a") as log:
             self.running[name] = subprocess.Popen(
                 words,
-                stdout=subprocess.PIPE if words[1:3] == ["-m", "segue.cli.main"] else log,
+                stdout=log if name in ("sglang", "vllm", "kv-aware", "dynamo") else subprocess.PIPE,
                 stderr=log,
                 text=True,
                 env=os.environ | {"HF_HUB_OFFLINE": "1"},
@@ -107,7 +127,7 @@ class Parts:
         process = self.running[name]
         if process.stdout is not None:
             line = process.stdout.readline()
-            assert line.startswith("ready "), (self.folder / f"{name}.log").read_text()[-3000:]
+            assert line.startswith("ready"), (self.folder / f"{name}.log").read_text()[-3000:]
             return
         at = {
             "sglang": f"{SGLANG}/readiness",
@@ -307,6 +327,63 @@ def test_prefill_that_is_killed_and_comes_back_at_its_address_serves_again(parts
 
 
 # ---- KV events -------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("router", "port"), [("sglang", SGLANG), ("vllm", VLLM)], ids=["sglang", "vllm"])
+def test_a_thousand_requests_while_prefill_decode_and_the_registry_are_killed(
+    alone: None, tmp_path: Path, router: str, port: int
+) -> None:
+    """Each request ends once: with the right answer, or with an error; then both instances are at rest."""
+    parts, total = Parts(tiny_model.save(tmp_path), 1, registry_apart=True), 1000
+    bodies = [ASK | {"prompt": f"prompt {number} " * 6} for number in range(8)]
+    ends: Counter[str] = Counter()
+    left = iter(range(total))
+    lock = threading.Lock()
+    reached = {part: threading.Event() for part in ("prefill", "decode", "registry")}
+
+    def client() -> None:
+        with httpx.Client(timeout=60) as http:
+            while True:
+                with lock:
+                    number = next(left, None)
+                    for event, at in zip(reached.values(), (200, 400, 600), strict=True):
+                        if number is None or number >= at:
+                            event.set()
+                if number is None:
+                    return
+                answer = http.post(f"http://127.0.0.1:{port}/v1/completions", json=bodies[number % 8])
+                right = answer.status_code == 200 and said(answer) == wanted[number % 8]
+                with lock:
+                    ends["right" if right else f"{answer.status_code}"] += 1
+                if answer.status_code != 200:
+                    time.sleep(1)  # what a client does that is told to try again
+
+    try:
+        for name in ("registry", "prefill", "decode", router):
+            parts.start(name)
+            parts.ready(name)
+        wanted = [said(post(port, "/v1/completions", body)) for body in bodies]
+        clients = [threading.Thread(target=client) for _ in range(8)]
+        for thread in clients:
+            thread.start()
+        for name, event in reached.items():
+            assert event.wait(120)
+            parts.end(name, signal.SIGKILL)
+            parts.start(name)
+            parts.ready(name)
+        for thread in clients:
+            thread.join(120)
+            assert not thread.is_alive()
+        at_rest(PREFILL)
+        at_rest(DECODE)
+    finally:
+        for name in list(parts.running)[::-1]:
+            parts.end(name)
+    sys.stdout.write(f"{router}: {dict(ends)}\n")
+    assert sum(ends.values()) == total
+    assert ends["200"] == 0, "a wrong answer"
+    assert ends["right"] >= 0.8 * total
 
 
 def _events_of(door: int) -> list[str]:

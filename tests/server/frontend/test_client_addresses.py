@@ -180,6 +180,8 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
         "kv/transport/tcp/tcp_sockets.py",
         "kv/transport/tcp/tcp_net.py",  # what it is told to, by the one before
         "kv/transport/shm/shm_out.py",
+        "kv/transport/staged/staged_transport.py",  # what it is told to, by the ones before
+        "integrations/vllm/vllm_query.py",  # hosts that `peers` or a signature allows (vllm_params)
         "server/kv_events/kv_publisher.py",  # two sockets of its own process with one another
     }
     inner = {name for name in found if not name.startswith(("cli/", "lab/", "engine/models/model_store"))}

@@ -206,14 +206,21 @@ class LocalRank:
         #: by epoch: writes that wait until their KV is ready
         self._held: dict[int, dict[ReadyEvent, list[_HeldWrite | ComputeChecksum]]] = {}
         self._closed = False
-        self._by_name = {name: make(partial(self._moved, name)) for name, make in transports.items()}
-        self.endpoints = {
-            name: msgspec.msgpack.encode(transport.register(memory))
-            for name, transport in self._by_name.items()
-        }
-        if scratch_bytes:  # a probe measures paths, and not how long a library takes to load
+        self._by_name: dict[str, Transport] = {}
+        try:
+            for name, make in transports.items():
+                self._by_name[name] = make(partial(self._moved, name))
+            self.endpoints = {
+                name: msgspec.msgpack.encode(transport.register(memory))
+                for name, transport in self._by_name.items()
+            }
+            if scratch_bytes:  # a probe measures paths, and not how long a library takes to load
+                for transport in self._by_name.values():
+                    transport.loaded(LOAD_S)
+        except BaseException:
             for transport in self._by_name.values():
-                transport.loaded(LOAD_S)
+                transport.close()
+            raise
         self._digester = digester(memory, self._hashed)
 
     async def start(self, owner: RankOwner, io: Io) -> None:

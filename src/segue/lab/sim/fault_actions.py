@@ -311,13 +311,16 @@ class FaultActions:
         which, after_s = fault.amount % len(node.specs), 2 * self.timing.hop_s
         # What an earlier fault made stand still is heard when that is over.
         noticed_s = after_s + 0.1 + max(0.0, node.no_answer_until - self.world.now)
-        looks_at = self.world.now
+        looks_at = silent_until = self.world.now
 
         def ended() -> None:
-            nonlocal looks_at
+            nonlocal looks_at, silent_until
             if node.resumed_at > looks_at:  # it stood still itself, and notices only now
                 looks_at = self.world.now
                 node.after(after_s, ended)
+            elif node.no_answer_until > silent_until:  # a later fault made the worker stand still as it ended
+                silent_until = max(silent_until, node.no_answer_until)
+                node.after(max(0.0, silent_until - self.world.now) + after_s, ended)
             elif left := list(node.exchange.open_halves()):
                 text = f"{node.name} has lost its rank and still has {left}"
                 self.world.fail(Violation("12", text, tuple(key.room for key in left)))
@@ -338,6 +341,7 @@ class FaultActions:
         else:
             node.manager.lost(which, Internal("injected: the rank is lost"))
             node.after(after_s, ended)
+        silent_until = max(silent_until, node.no_answer_until)
         node.after(after_s + fault.seconds, self._crash, node, 0.01)
 
     def _take_address(self, host: str, port: int, seconds: float) -> None:
