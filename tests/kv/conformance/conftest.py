@@ -30,7 +30,7 @@ def marks(name: str, reason: str, test: str, fixtures: Collection[str] = ()) -> 
             return [pytest.mark.skip("the double copies within one process")]
         return [pytest.mark.soak] if test == "test_one_gibibyte" else []
     if name.startswith("staged_"):
-        return _staged_marks(name, test)
+        return _staged_marks(name, test, fixtures)
     if name != TCP_TLS and not KINDS.kind(name).moves_bytes:
         return [pytest.mark.skip(f"{name} moves no bytes")]
     if name != TCP_TLS and issubclass(KINDS.kind(name), LibraryTransport):
@@ -39,11 +39,13 @@ def marks(name: str, reason: str, test: str, fixtures: Collection[str] = ()) -> 
     return [pytest.mark.soak] if (name, test) == (TCP_TLS, "test_one_gibibyte") else []
 
 
-def _staged_marks(name: str, test: str) -> list[pytest.MarkDecorator]:
-    """Every day one of host memory and one of a device's; the rest, and what is large, in the slow tests."""
+def _staged_marks(name: str, test: str, fixtures: Collection[str]) -> list[pytest.MarkDecorator]:
+    """Every day one of host memory and one of a device's; the rest, large tests and those of two processes in
+    the slow tests."""
     if test == "test_one_gibibyte":
         return [pytest.mark.soak]
-    daily = name in ("staged_tcp", "staged_shm" + ON_DEVICE) and test != "test_64_mebibytes"
+    daily = name in ("staged_tcp", "staged_shm" + ON_DEVICE) and "peer" not in fixtures
+    daily = daily and test != "test_64_mebibytes"
     return [] if daily else [pytest.mark.slow]
 
 
