@@ -213,14 +213,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def deployment(flags: list[str]) -> Any:
+def deployment(flags: list[str], api_keys: bool = True) -> Any:
     """`segue serve`: its process and its ports, that for HTTP first."""
     events, replay = free_port(), free_port()
     with tempfile.NamedTemporaryFile("w") as keys_file:
         keys_file.write(f"{HONEST}\n{HOSTILE}\n")
         keys_file.flush()
-        named = ["--api-key-file", keys_file.name, "--kv-events-port", str(events)]
-        named += ["--kv-events-replay-port", str(replay)]
+        named = ["--kv-events-port", str(events), "--kv-events-replay-port", str(replay)]
+        named += ["--api-key-file", keys_file.name] if api_keys else []
         command = [sys.executable, "-m", "segue.cli.main", "serve", "--port", "0", *named, *flags]
         with tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
