@@ -22,6 +22,8 @@ from segue.server.registry.registry_records import InstanceRecord
 
 SEGUE = (sys.executable, "-m", "segue.cli.main")
 ANSWER_S = 60.0
+#: The room of a prompt that no decode comes for holds its pages so long.
+ALONE_S = 10.0
 
 
 class Outbox:
@@ -58,7 +60,7 @@ class Front:
         self, name: str, prompt: Sequence[int], prefill: str, decode: str, tokens: int
     ) -> list[Output]:
         """Every output of one greedy request for exactly `tokens` tokens; none other may be in flight. One
-        instance for both computes the prompt alone, and gives one token."""
+        instance for both computes the prompt for a decode that does not come, and gives one token."""
         outputs: list[Output] = []
         await self.ask_each(name, prompt, prefill, decode, tokens, outputs.append)
         return outputs
@@ -79,7 +81,8 @@ class Front:
             attempt=0,
             prefill=pair[0].peer.leader,
             decode=pair[1].peer.leader,
-            budget_s=ANSWER_S,
+            budget_s=ALONE_S if prefill == decode else ANSWER_S,
+            ordinal=0 if prefill == decode else None,
         )
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         submit = Submit(Request(request_id=name, prompt=list(prompt), sampling=sampling), ticket)

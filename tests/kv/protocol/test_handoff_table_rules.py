@@ -33,7 +33,9 @@ def early(w: Case, exchange: Exchange, transfer: TransferId | None = None) -> No
     room = rooms.rooms.get(name.sent_as)
     if room is None:
         room = rooms.rooms[name.sent_as] = Room(name.sent_as)
-    rooms._keep(room.parked, Parked(w.decode.me, destination(name, 1), DeadlineEntry(9.0, lambda _: None)))
+    rooms._keep(
+        room.parked, Parked(w.decode.me, destination(name, 1), DeadlineEntry(9.0, lambda _: None), 9.0)
+    )
 
 
 def over(w: Case, exchange: Exchange, transfer: TransferId | None = None) -> None:

@@ -613,6 +613,17 @@ def test_rule_7_one_decode_leader_has_a_share_of_the_pages_and_at_least_one_dest
     assert b.hear(destination(room=RoomKey(1))) == [], "a long prompt is one, however long"
 
 
+def test_rule_7_the_limit_of_waiting_is_no_limit_of_the_hand_off() -> None:
+    b = Bench(limits=Limits(early_wait_s=10.0))
+    b.hear(destination(budget_s=40.0))
+    b.at(1.0)
+    assert words(b.expect()) == ["Accepted"]
+    b.at(39.0)
+    assert b.phase() is KVPoll.WAITING_FOR_INPUT
+    b.at(40.0)
+    assert (b.phase(), b.error().code) == (KVPoll.FAILED, ErrorCode.DEADLINE_EXCEEDED)
+
+
 def test_rule_7_a_parked_destination_that_expires_is_told_bootstrap_timeout() -> None:
     """So is the first word to a prefill that has restarted at the same address and knows no request."""
     b = Bench()

@@ -72,8 +72,10 @@ class CpuForward:
         rows = self.pool.kv.new_empty(packed.rows, self.loaded.config.hidden_size)
         if stage > 0:
             given = ring.receive(rows, stage - 1).unsqueeze(0)
-            hidden = self._layers(packed, stored, others, inputs_embeds=given)
+            # Layers of a stage are no first layers of the model: it says only when all of its own are stored.
+            hidden = self._layers(packed, _nothing, others, inputs_embeds=given)
             ring.send(hidden, (stage + 1) % ring.size)
+            stored()
             return hidden
         ring.send(self._layers(packed, _nothing, others, input_ids=packed.tokens), 1)
         stored()  # who waits here for the other stages holds none of them up

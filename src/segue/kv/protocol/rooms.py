@@ -117,11 +117,12 @@ class MachineHost(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Parked(Generic[Word]):
-    """A waiting message of decode; `timer.at` is its own deadline."""
+    """A waiting message of decode. It waits until `timer.at`; its hand-off has time until `until`."""
 
     peer: LeaderId
     message: Word
     timer: DeadlineEntry
+    until: float
 
     @property
     def pages(self) -> int:
@@ -439,8 +440,9 @@ class Rooms:
     def _waiting(self, peer: LeaderId, message: Word, budget_s: float) -> Parked[Word]:
         # A NaN from the wire must not get into the heap: it compares as false with everything.
         budget_s = budget_s if budget_s > 0 else 0.0
-        at = self._turn.now + min(budget_s, self._limits.request_budget_s)
-        return Parked(peer, message, DeadlineEntry(at, lambda _: self._parked_late(message)))
+        until = self._turn.now + min(budget_s, self._limits.request_budget_s)
+        at = min(until, self._turn.now + self._limits.early_wait_s)
+        return Parked(peer, message, DeadlineEntry(at, lambda _: self._parked_late(message)), until)
 
     def _over(self, room: Room) -> ErrorInfo:
         text = f"room {room.key.room} is over; each request needs a room of its own"
@@ -492,7 +494,7 @@ class Rooms:
             word = self._waiting(peer, message, self._limits.early_wait_s)
             self._keep(room.declined, word)
             return
-        waiting = self._waiting(peer, message, min(message.budget_s, self._limits.early_wait_s))
+        waiting = self._waiting(peer, message, message.budget_s)
         self._keep(room.parked, waiting)
         if message.inferred and not room.asked:
             room.asked = True
@@ -688,7 +690,7 @@ class Rooms:
 
     def _bind_waiting(self, room: Room) -> None:
         for waiting in self._take(room.parked):
-            rest_s = waiting.timer.at - self._turn.now
+            rest_s = waiting.until - self._turn.now
             self._destination(room, waiting.peer, replace(waiting.message, budget_s=rest_s))
 
     def _refuse_waiting(self, room: Room, error: ErrorInfo) -> None:
