@@ -28,6 +28,7 @@ from segue.server.instance.leader import (
     FromFrontend,
     FrontendGone,
     Hold,
+    Inspect,
     Item,
     Leader,
     NextRole,
@@ -369,6 +370,17 @@ def test_a_loop_and_a_device_on_threads_of_their_own_give_every_token() -> None:
 
 
 # ---- output formats that are compiled beside the leader's thread ------------------------------------------
+
+
+def test_a_forward_that_ends_while_the_leader_looks_at_its_inbox_is_collected_at_once() -> None:
+    """The item that says so was taken; the leader slept until the next deadline, the request's own."""
+    rig = Stage()
+    rig.submit("r", [1, 2], 1, max_tokens=1)
+    assert not rig.leader.turn()
+    rig.leader.inbox.put(Inspect(lambda _scheduler: (rig.engine.compute(), rig.engine.finish())))
+    assert rig.leader.turn(), "the leader sleeps although its forward has ended"
+    rig.leader.turn()
+    assert [out.finish for out in rig.sent] == ["length"]
 
 
 class SlowFormats:

@@ -209,7 +209,7 @@ class Leader:
             self.launch(steps)  # none, if other DP ranks wait for us in a step
         if self.forward is not None and not self.forward[1].ready:
             self.attend()
-            return False
+            return self.forward[1].ready  # then `attend` may have taken the item that says so
         self.collect()
         return True
 
