@@ -107,6 +107,7 @@ if TYPE_CHECKING:
     from segue.kv.session.tasks import background as background
     from segue.kv.session.tls import Tls as Tls
     from segue.kv.session.tls import load_tls as load_tls
+    from segue.kv.threads import threads_on as threads_on
     from segue.kv.torch_group import TorchGroup as TorchGroup
     from segue.kv.transport.kinds import AUTO_TRANSPORT as AUTO_TRANSPORT
     from segue.kv.transport.kinds import KINDS as KINDS
@@ -167,6 +168,7 @@ _MODULE_OF = {
         "segue.kv.room_queries": "RoomRegistry",
         "segue.kv.session.tasks": "background",
         "segue.kv.session.tls": "Tls load_tls",
+        "segue.kv.threads": "threads_on",
         "segue.kv.torch_group": "TorchGroup",
         "segue.kv.transport.kinds": "AUTO_TRANSPORT KINDS USABLE",
         "segue.kv.transport.memory.host_memory": "available_bytes cpu_quota limited_groups",

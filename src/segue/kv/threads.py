@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from typing import ParamSpec, Protocol, TypeVar
 
-from segue.kv.errors import OutOfCapacity
+from segue.kv.errors import ConfigError, OutOfCapacity
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@contextmanager
+def threads_on(cpus: Iterable[int]) -> Iterator[None]:
+    """Threads and processes that the calling thread starts within it run on these `cpus`, and so does what
+    they start: make and start a manager, a rank, a link or an agent in it, and all their threads do. An
+    engine binds its threads to cores that its forward needs; a thread inherits that otherwise. The calling
+    thread itself runs there meanwhile.
+
+    Raises ConfigError for CPUs that this process may not use."""
+    own, wanted = os.sched_getaffinity(0), set(cpus)
+    try:
+        os.sched_setaffinity(0, wanted)
+    except (OSError, ValueError, OverflowError, TypeError) as error:
+        raise ConfigError(f"cpus: {sorted(wanted)} cannot be used here: {error}") from error
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 class Wakeable(Protocol):

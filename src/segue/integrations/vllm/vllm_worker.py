@@ -11,8 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from segue.integrations.vllm.vllm_memory import CachePool
@@ -54,6 +53,7 @@ from segue.kv import (
     Span,
     background,
     load_tls,
+    threads_on,
 )
 
 log = logging.getLogger("segue.vllm")
@@ -140,7 +140,8 @@ class WorkerSide:
             tls=tls,
             kv_checksum=settings.kv_checksum,
         )
-        with _cpus_of_parent(settings.cpus):
+        # vLLM binds a worker's threads to cores that its forward needs.
+        with threads_on(settings.cpus or os.sched_getaffinity(os.getppid())):
             self._manager = KVManager(config, pool.memory, self._on_change, on_rank_lost=self._on_lost)
             host, port = self._manager.start()
         self.address = SessionAddress(
@@ -389,19 +390,3 @@ class WorkerSide:
 
     def _units(self, tokens: int) -> int:
         return -(-tokens // self._unit)
-
-
-@contextmanager
-def _cpus_of_parent(cpus: list[int]) -> Iterator[None]:
-    """Threads that are started within it run on `cpus`, or on all CPUs of the parent process: vLLM binds a
-    worker's threads to cores that its forward needs."""
-    own = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, cpus or os.sched_getaffinity(os.getppid()))
-    except OSError as error:
-        if cpus:
-            raise ConfigError(f"cpus: {cpus} cannot be used: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
