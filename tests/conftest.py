@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,21 @@ def imports_stay_frozen() -> Iterator[None]:
     before = gc.get_freeze_count()
     yield
     assert gc.get_freeze_count() >= before // 2, "call gc.freeze() after gc.unfreeze()"
+
+
+#: Threads of a manager, of its transports and of what hashes: each ends with what started it.
+THREADS = {"segue-io", "segue-digest", "segue-tcp", "segue-shm-io", "segue-shm-copy"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads_end() -> Iterator[None]:
+    """A thread that a module leaves behind keeps its memory, its sockets and its event loop."""
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in before and t.name in THREADS]
+    for thread in left:
+        thread.join(10)
+    assert [t.name for t in left if t.is_alive()] == []
 
 
 @pytest.fixture(autouse=True)

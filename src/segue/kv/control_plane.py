@@ -46,11 +46,14 @@ class ControlPlane:
         self._dialers: dict[LeaderId, Dialer] = {}
         self._closed = self._ended = False
 
-    def start(self, before: Coroutine[Any, Any, None] | None = None) -> tuple[str, int]:
+    def start(
+        self, before: Coroutine[Any, Any, None] | None = None, then: Callable[[], None] = lambda: None
+    ) -> tuple[str, int]:
         """Start the I/O thread, do what is to be done on it `before`, and listen for sessions; returns the
         address peers connect to.
 
-        Raises ConfigError when the port is in use or a secret is missing beyond loopback.
+        Raises ConfigError when the port is in use or a secret is missing beyond loopback; it is closed then,
+        with `then` as in `close`.
         """
         config = self.config
         self.io.start()
@@ -59,7 +62,7 @@ class ControlPlane:
                 self.io.call(before, config.limits.connect_s)
             self.address = self.io.call(self.node.listen(config.host, config.port), config.limits.connect_s)
         except BaseException:
-            self.close()
+            self.close(then)
             raise
         return self.address
 

@@ -129,9 +129,9 @@ class KVManager(Handles):
         then.
         """
         try:
-            return self.plane.start(self._ranks.start(self, self.io))
+            return self.plane.start(self._ranks.start(self, self.io), self._ranks.close)
         except BaseException:
-            self.close()
+            self._closed = True
             raise
 
     def close(self) -> None:

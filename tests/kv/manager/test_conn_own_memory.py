@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_manager import LIMITS, Side, expect, receive
+from test_manager import LIMITS, Side, expect, receive, spec
 
 from segue.kv.config import KVConfig
 from segue.kv.errors import ConfigError, LayoutMismatch
@@ -331,18 +333,38 @@ def test_a_pool_that_is_not_the_memory_given_is_refused_before_anything_starts()
             Side(Role.PREFILL, transport="tcp", spec=pool, memory=given, limits=LIMITS)
 
 
+def kept() -> tuple[int, int, int]:
+    """Descriptors, mappings of shared memory and threads of this process."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:segue"), threading.active_count()
+
+
 def test_memory_that_the_second_transport_refuses_leaves_nothing_of_the_first() -> None:
     """Its descriptors, and the mapping of its table of epochs."""
     spec, memory, _ = engine_pool("NKBH", 6, 4)
-
-    def kept() -> tuple[int, int]:
-        gc.collect()
-        maps = Path("/proc/self/maps").read_text()
-        return len(os.listdir("/proc/self/fd")), maps.count("memfd:segue")
-
     found = []
     for _ in range(3):  # an event loop's first one in a process keeps a pipe
         with pytest.raises(ConfigError, match="shm"):
             KVManager(KVConfig(role=Role.PREFILL, model="m", spec=spec, transports=("tcp", "shm")), memory)
         found.append(kept())
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("wrong", ["no secret", "port in use"])
+def test_a_manager_that_cannot_listen_leaves_nothing_open(transport: str, wrong: str) -> None:
+    """Nor do its ranks: their transports and what hashes have threads of their own."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = ("0.0.0.0", 0) if wrong == "no secret" else taken.getsockname()
+        found = []
+        for _ in range(3):
+            memory = allocate(spec().nbytes)
+            config = KVConfig(
+                role=Role.DECODE, model="m", spec=spec(), transports=(transport,), host=at[0], port=at[1]
+            )
+            with pytest.raises(ConfigError, match="secret" if wrong == "no secret" else str(at[1])):
+                KVManager(config, memory).start()
+            memory.close()
+            found.append(kept())
     assert found[0] == found[1] == found[2]
