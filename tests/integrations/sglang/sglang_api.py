@@ -39,7 +39,19 @@ NAMES = {
         "CommonKVBootstrapServer._handle_route_get",
     ),
     "disaggregation/utils.py": ("get_kv_class",),
-    "disaggregation/prefill.py": ("PrefillBootstrapQueue.create_sender",),
+    "disaggregation/prefill.py": (
+        "PrefillBootstrapQueue.create_sender",
+        "PrefillBootstrapQueue.pop_bootstrapped",
+    ),
+    "managers/scheduler.py": ("Scheduler.is_fully_idle",),
+    "mem_cache/allocator/paged.py": (
+        "PagedTokenToKVPoolAllocator.free",
+        "PagedTokenToKVPoolAllocator.free_page_ids",
+    ),
+    "mem_cache/allocator/token.py": (
+        "TokenToKVPoolAllocator.free",
+        "TokenToKVPoolAllocator.free_page_ids",
+    ),
     "disaggregation/decode.py": (
         "DecodePreallocQueue._init_kv_manager",
         "DecodeTransferQueue._defer_release",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from sglang_pair import PAGE, Rank, at_rest, wait_for
 
 from segue.integrations.sglang.sglang_handoffs import (
@@ -17,6 +18,7 @@ from segue.integrations.sglang.sglang_handoffs import (
     SenderHalf,
 )
 from segue.integrations.sglang.sglang_phases import SglPoll
+from segue.integrations.sglang.sglang_pinned import PinnedPages
 from segue.kv import DpRanks, KVPoll, Role, new_room
 
 FOLLOW = DpRanks(size=2, load_balance="follow_bootstrap_room")
@@ -186,24 +188,65 @@ class Unproven:
     def poll(self) -> KVPoll:
         return KVPoll.FAILED
 
+    def send(self, *args: object, **kwargs: object) -> None: ...
+
     def abort(self, error: object) -> None: ...
 
     def clear(self) -> None: ...
 
 
-def test_a_fence_without_an_answer_holds_a_sender_until_its_deadline_and_its_pages_are_counted() -> None:
-    prefill = Rank(Role.PREFILL, bootstrap_s=1.0, waiting_s=1.0)
-    sender = prefill.sender(new_room(), 3 * PAGE)
-    sender.init(3, 0)
+class Allocator:
+    """SGLang's allocator of pages."""
+
+    page_size = PAGE
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.free_pages: list[int] = []
+
+    def free(self, tokens: torch.Tensor) -> None:
+        self.free_pages += torch.unique(tokens // PAGE).tolist()
+
+    def free_page_ids(self, pages: torch.Tensor) -> None:
+        self.free_pages += pages.tolist()
+
+
+def unproven_sender(prefill: Rank, pages: list[int]) -> SenderHalf:
+    """A sender of pages that nothing proves to be no longer read."""
+    sender = prefill.sender(new_room(), len(pages) * PAGE)
+    sender.init(len(pages), 0)
     sender.handle = Unproven()  # type: ignore[assignment]
+    sender.send(pages)
+    return sender
+
+
+@pytest.mark.parametrize("end", ["deadline", "abort", "another rank"])
+def test_pages_that_may_still_be_read_are_kept_from_the_allocator_until_the_proof(end: str) -> None:
+    prefill = Rank(Role.PREFILL, bootstrap_s=1.0, waiting_s=1.0)
+    allocator = Allocator()
+    pinned = PinnedPages(allocator, prefill.handoffs.unproven_pages)
+    sender = unproven_sender(prefill, [3, 5, 6])
     assert sender.poll() is SglPoll.TRANSFERRING
-    now = prefill.handoffs.now()
-    prefill.handoffs.now = lambda: now + 2.0 + FENCE_S  # type: ignore[method-assign]
-    assert sender.poll() is SglPoll.FAILED
-    sender.failure()
+    if end == "deadline":
+        now = prefill.handoffs.now()
+        prefill.handoffs.now = lambda: now + 2.0 + FENCE_S  # type: ignore[method-assign]
+        assert sender.poll() is SglPoll.FAILED
+    if end == "abort":
+        sender.abort()
+    else:
+        sender.failure()
     assert prefill.handoffs.sizes()["unproven_pages"] == 3
+    allocator.free(torch.arange(4 * PAGE, 6 * PAGE))
+    allocator.free_page_ids(torch.tensor([3, 7]))
+    assert allocator.free_pages == [4, 7]
+    pinned.give_back()
+    assert (allocator.free_pages, pinned.pages) == ([4, 7], {3, 5})
     sender.handle.released = True  # type: ignore[union-attr]
     prefill.handoffs.settle(sender)
+    pinned.give_back()
+    assert (allocator.free_pages, pinned.pages) == ([4, 7, 3, 5], set())
+    allocator.free(torch.arange(6 * PAGE, 7 * PAGE))
+    assert allocator.free_pages[-1] == 6
     assert prefill.handoffs.sizes()["unproven_pages"] == 0
     prefill.close()
 

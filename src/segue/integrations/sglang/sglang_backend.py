@@ -37,6 +37,7 @@ from segue.integrations.sglang.sglang_handoffs import (
     ReceiverHalf,
     SenderHalf,
 )
+from segue.integrations.sglang.sglang_pinned import PinnedPages
 from segue.integrations.sglang.sglang_pool import ADVISED_PAGE_TOKENS, MetadataSlots, page_pool
 from segue.integrations.sglang.sglang_settings import (
     SchedulerFacts,
@@ -145,6 +146,8 @@ class SegueKVManager(CommonKVManager):
         self.refused: dict[str, str] = {}
         #: the request whose sender is made now
         self.intake: Intake | None = None
+        #: around prefill's allocator
+        self.pinned: PinnedPages | None = None
         self.handoffs = RankHandoffs(
             config,
             pool,
@@ -191,6 +194,12 @@ class SegueKVManager(CommonKVManager):
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         self._bootstrap_url = url.removesuffix("/route")
         super()._register_topology_row(url, {**payload, **self._row})
+
+    def pinned_pages(self, allocator: Any) -> PinnedPages:
+        """The pages that are kept from prefill's `allocator`."""
+        if self.pinned is None:
+            self.pinned = PinnedPages(allocator, self.handoffs.unproven_pages)
+        return self.pinned
 
     def _register_room(self, room: int) -> None:
         """Tell the bootstrap server that this DP rank has the room, while the request is computed."""

@@ -49,7 +49,7 @@ from segue.kv import (
 
 log = logging.getLogger("segue.sglang")
 
-#: Seconds after its deadline that a sender's failure waits for the fences of its ranks.
+#: Seconds after its deadline that a sender's failure waits for the fences of its ranks. Its pages wait on.
 FENCE_S = 10.0
 #: Seconds until decode asks for the first time where a room is that no prefill rank answers for. Doubled each
 #: time.
@@ -134,6 +134,8 @@ class RankHandoffs:
         self._lock = threading.Lock()
         self._uses = RoomUses()
         self._halves: dict[RoomKey, RoomHalf] = {}
+        #: senders whose end SGLang was told before the proof that nothing reads their pages
+        self._unproven: dict[RoomKey, SenderHalf] = {}
         #: the prefill leader of each bootstrap address and rank, and leaders that were replaced
         self._leaders: dict[tuple[str, int], LeaderId] = {}
         self._replaced: set[LeaderId] = set()
@@ -173,8 +175,25 @@ class RankHandoffs:
         with self._lock:
             self._halves[half.key] = half
 
+    def told(self, half: RoomHalf) -> None:
+        """SGLang knows the end of a half and may free its pages."""
+        if isinstance(half, SenderHalf) and not half.released:
+            with self._lock:
+                self._unproven[half.key] = half
+            self.settle(half)  # the proof may have come meanwhile
+
+    def unproven_pages(self) -> frozenset[int]:
+        """Source pages that SGLang may free while the proof that nothing reads them is due."""
+        if not self._unproven:
+            return frozenset()
+        with self._lock:
+            return frozenset(page for half in self._unproven.values() for page in half.pages)
+
     def settle(self, half: RoomHalf) -> None:
         """Forget a half that nobody needs any more."""
+        if half.released:
+            with self._lock:
+                self._unproven.pop(half.key, None)
         if not half.cleared or not half.released:
             return
         with self._lock:
@@ -194,15 +213,10 @@ class RankHandoffs:
             )
 
     def sizes(self) -> dict[str, int]:
-        """The entries of each table (see `KVManager.sizes`); `room_uses` counts rooms that were used.
-        `unproven_pages` are source pages that SGLang uses again while the proof that nothing reads them is
-        due."""
+        """The entries of each table (see `KVManager.sizes`); `room_uses` counts rooms that were used, and
+        `unproven_pages` the pages of `unproven_pages()`."""
+        unproven = len(self.unproven_pages())
         with self._lock:
-            unproven = sum(
-                half.units
-                for half in self._halves.values()
-                if isinstance(half, SenderHalf) and half.conclude_state is not None and not half.released
-            )
             return {
                 **self.manager.sizes(),
                 "halves": len(self._halves),
@@ -263,7 +277,7 @@ class RoomHalf(ABC):
                 phase = SglPoll.FAILED
             if phase not in (SglPoll.FAILED, SglPoll.SUCCESS):
                 return phase
-            self.conclude_state = phase
+            return self._conclude(phase)
         return self.conclude_state
 
     def fail(self, error: SegueError) -> None:
@@ -272,11 +286,11 @@ class RoomHalf(ABC):
         self._end(self.own_error)
 
     def abort(self) -> None:
-        """SGLang ends the request. Prefill uses its pages again at once, decode after `release_safe`. Some
-        ways out of SGLang's queues end here, without `clear`."""
+        """SGLang ends the request. Prefill frees its pages at once, decode after `release_safe`. Some ways
+        out of SGLang's queues end here, without `clear`."""
         if self.conclude_state is None:
             self.fail(AbortedByClient("SGLang aborted the request"))
-            self.conclude_state = SglPoll.FAILED
+            self._conclude(SglPoll.FAILED)
         self.clear()
 
     def failure(self) -> HalfFailure:
@@ -288,7 +302,7 @@ class RoomHalf(ABC):
                 TransferFailed("the half of another rank of this engine failed; its log has the reason")
             )
             error = self.error
-        self.conclude_state = SglPoll.FAILED
+        self._conclude(SglPoll.FAILED)
         self.clear()
         return HalfFailure(f"{error.code}: {error.text}" if error else "", other)
 
@@ -296,9 +310,14 @@ class RoomHalf(ABC):
         """SGLang drops this half."""
         self.cleared = True
         if self.conclude_state is None:
-            self.conclude_state = SglPoll.FAILED
             self.fail(AbortedByClient("SGLang dropped the request"))
+            self._conclude(SglPoll.FAILED)
         self.handoffs.settle(self)
+
+    def _conclude(self, phase: SglPoll) -> SglPoll:
+        self.conclude_state = phase
+        self.handoffs.told(self)
+        return phase
 
     def metric(self) -> tuple[float, int]:
         """Seconds and bytes of the transfer."""
@@ -320,7 +339,8 @@ class SenderHalf(RoomHalf):
         super().__init__(handoffs, room)
         self._inited = False
         self._slot = 0
-        self._pages: list[int] = []
+        #: the pages that SGLang has sent so far
+        self.pages: list[int] = []
         self._finished = False
         self._late = False
         self._began = handoffs.now()
@@ -361,11 +381,11 @@ class SenderHalf(RoomHalf):
         `event.synchronize()` returns."""
         if self.own_error is not None or self.conclude_state is not None or self.handle is None:
             return
-        start, end = len(self._pages), len(self._pages) + len(pages)
+        start, end = len(self.pages), len(self.pages) + len(pages)
         if not self._inited or end > self.units:
             self.fail(Internal(f"SGLang sent page {end} of a prompt of {self.units}"))
             return
-        self._pages += pages
+        self.pages += pages
         metadata = None
         if end == self.units and not self._finished:
             self._finished = True
@@ -376,7 +396,7 @@ class SenderHalf(RoomHalf):
                 return
         ready = self.handoffs.manager.ready() if event is not None else None
         if start < end:
-            self.handle.send(Span(start, end), self._pages, metadata, ready=ready)
+            self.handle.send(Span(start, end), self.pages, metadata, ready=ready)
         if ready is not None:
             ready.signal(event.synchronize)
 
@@ -396,9 +416,9 @@ class SenderHalf(RoomHalf):
         released = self.handle.released
         if phase.terminal and not released and waited_s >= self._budget_s + FENCE_S:
             log.warning(
-                "room %d: SGLang uses %d pages again that may still be read; decode commits nothing of them",
+                "room %d: nothing proves yet that %d pages are no longer read: kept from SGLang until then",
                 self.room,
-                self.units,
+                len(self.pages),
             )
             released = True
         return sender_phase(phase, inited=self._inited, released=released)

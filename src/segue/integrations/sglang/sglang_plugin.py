@@ -66,6 +66,12 @@ def _hook_queues() -> None:
         f"{queues}.prefill.PrefillBootstrapQueue.create_sender", create_sender, HookType.AROUND
     )
     HookRegistry.register(
+        f"{queues}.prefill.PrefillBootstrapQueue.pop_bootstrapped", give_back, HookType.BEFORE
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.is_fully_idle", is_fully_idle, HookType.AROUND
+    )
+    HookRegistry.register(
         f"{queues}.decode.DecodeTransferQueue._defer_release", keep_until_proof, HookType.AFTER
     )
     HookRegistry.apply_hooks()
@@ -79,6 +85,20 @@ def create_sender(original: Any, queue: Any, req: Any, num_kv_heads: int) -> Any
         return original(queue, req, num_kv_heads)
     finally:
         manager.intake = None
+
+
+def give_back(queue: Any) -> None:
+    """Before `pop_bootstrapped`, in each turn of prefill's scheduler: the allocator keeps unproven pages from
+    the first turn on, and gets back those with a proof."""
+    queue.kv_manager.pinned_pages(queue.scheduler.token_to_kv_pool_allocator).give_back()
+
+
+def is_fully_idle(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """Around `is_fully_idle`: not while pages are kept from the allocator. SGLang would take them for lost,
+    and a flush of its cache would give them away."""
+    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    pinned = queue.kv_manager.pinned if queue is not None else None
+    return bool(original(scheduler, *args, **kwargs)) and not (pinned and pinned.pages)
 
 
 def keep_until_proof(result: Any, queue: Any, decode_req: Any) -> None:
