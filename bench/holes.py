@@ -12,10 +12,13 @@ Prints what each found as soon as it has ended. MiB are those of all processes o
 | H2 | ten that ask for a replay of KV events and do not read; then 3,000 questions of another one |
 | H4 | a stream with one short stop string, then one with 16 of 1,000 characters |
 | H5 | an ambiguous grammar of 36 bytes: CPU of the engine alone for each token |
-| H6 | formats that admit nothing |
+| H6 | formats that admit nothing, each once, then all of them again and again for 10 s |
 | H8 | 900 connections to the ports of KV events that say nothing |
+| H8b | 1,200 such connections where a process may have 1,024 descriptors, again and again for 40 s |
 | H9 | one honest request before 40 others that name a lower `priority` |
+| H9b | one request beside 400 with a lower `priority`, behind an older one whose prefill never answers |
 | H10 | four honest requests of one `user` before 40 others, each with a `user` of its own |
+| H11 | an etcd whose answer has 600 MiB; one whose answer comes a byte a second for 16 s |
 | H12 | bodies of 8 MiB with many values |
 | H15 | the prompt of another API key, guessed right and wrong |
 | H16 | a stream of 1,000 tokens with 20 log-probabilities in SGLang's direct mode |
@@ -252,15 +255,148 @@ if __name__ == "__main__":
 """
 
 
-def h5() -> str:
-    """The engine's part alone, with the default model's words; the tree is that of `PYTHONPATH`."""
-    folder = next((Path.home() / ".cache/segue/models").glob("SmolLM2*"))
+def alone(program: str, *args: str, more: Sequence[Path] = ()) -> str:
+    """What `program` prints, run with the tree of `PYTHONPATH` and the folders `more`."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(GRAMMAR)
+        file.write(program)
         file.flush()
-        command = [sys.executable, file.name, str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+        path = os.pathsep.join([os.environ["PYTHONPATH"], *map(str, more)])
+        done = subprocess.run(
+            [sys.executable, file.name, *args],
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=2 * DEADLINE_S,
+            check=True,
+        )
     return done.stdout.strip()
+
+
+def h5() -> str:
+    """The engine's part alone, with the default model's words."""
+    folder = next((Path.home() / ".cache/segue/models").glob("SmolLM2*"))
+    return alone(GRAMMAR, str(folder))
+
+
+ETCD = """
+import asyncio, re, sys, time
+try:
+    from segue.kv.limits import Limits
+    from segue.server.registry.etcd import Etcd
+except ImportError:
+    from segue.core.limits import Limits
+    from segue.bootstrap.etcd import Etcd
+
+def mib(name):
+    return int(re.search(rf"{name}:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+
+async def main():
+    etcd = Etcd([("127.0.0.1", int(sys.argv[1]))], Limits(), None)
+    before, began = mib("VmRSS"), time.monotonic()
+    try:
+        await etcd.get(b"key")
+        found = "an answer"
+    except Exception as error:
+        found = type(error).__name__
+    print(f"{found} after {time.monotonic() - began:.1f} s, peak {mib('VmHWM') - before:.0f} MiB")
+    await etcd.close()
+
+asyncio.run(main())
+"""
+
+
+async def h11() -> str:
+    """The client of etcd in a process of its own; the limit of a question is 5 s."""
+    size, piece = 600 * 2**20, b" " * 2**20
+    answer = b'{"header": {"revision": "1"}}'
+
+    async def long(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (size + len(answer)))
+        for _ in range(size // len(piece)):
+            writer.write(piece)
+            await writer.drain()
+        writer.write(answer)
+
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (16 + len(answer)))
+        for _ in range(16):
+            writer.write(b" ")
+            await asyncio.sleep(1)  # the program: a byte a second
+        writer.write(answer)
+
+    found = []
+    for name, kind in (("600 MiB", long), ("a byte a second for 16 s", slow)):
+
+        async def serve(
+            reader: asyncio.StreamReader,
+            writer: asyncio.StreamWriter,
+            kind: Callable[[asyncio.StreamWriter], Awaitable[None]] = kind,
+        ) -> None:
+            # The client may close first, and the last answer is cut with the loop.
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                await reader.readuntil(b"\r\n\r\n")
+                await kind(writer)
+                await reader.read()
+            writer.transport.abort()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            found.append(f"{name}: {await asyncio.to_thread(alone, ETCD, str(port))}")
+    return "; ".join(found)
+
+
+PASSED = """
+from pair import FRONT, Pair
+try:
+    from segue.engine.request import Request, SamplingParams
+    from segue.kv.ids import Incarnation, LeaderId
+    from segue.kv.protocol.ticket import Ticket
+    from segue.server.messages.control import Submit
+except ImportError:
+    from segue.core.control import Submit
+    from segue.core.request import Request, SamplingParams, Ticket
+    from segue.core.types import Incarnation, LeaderId
+
+pair, order = Pair(chunk_tokens=16), []
+
+def ask(name, prompt, prefill, priority):
+    pair.rooms += 1
+    request = Request(
+        request_id=name, prompt=prompt, sampling=SamplingParams(max_tokens=2), priority=priority
+    )
+    ticket = Ticket(room=pair.rooms, attempt=0, prefill=prefill, decode=pair.decode.me, budget_s=1e4)
+    for node in (pair.prefill, pair.decode):
+        if node is pair.decode or prefill == pair.prefill.me:
+            node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
+
+def turn():
+    pair.pump()
+    for node in (pair.prefill, pair.decode):
+        node.turn()
+    order.extend(name for name in pair.outputs if name not in order)
+
+ask("unsettled", list(range(9)), LeaderId(Incarnation("9" * 32)), 5)
+ask("first", list(range(9)), pair.prefill.me, 5)
+while not order:
+    turn()
+come, low = 0, False
+queue = pair.decode.scheduler.preallocation
+while len(order) < 402:
+    while come < 400 and sum(state.request.priority < 0 for state in queue) < 4:
+        ask(f"urgent {come}", [300 + come] * 16, pair.prefill.me, -5)
+        come += 1
+    turn()
+    if not low:
+        ask("low", list(range(9)), pair.prefill.me, 5)
+        low = True
+print(f"place {order.index('low')} of {len(order) - 1}")
+"""
+
+
+def h9b(tree: Path) -> str:
+    """The schedulers, their protocol and the simulator's engine of that tree, joined as its tests do it."""
+    [pair] = (tree / "tests").rglob("pair.py")
+    return alone(PASSED, more=[pair.parent])
 
 
 async def h6(at: Deployment) -> str:
@@ -279,7 +415,8 @@ async def h6(at: Deployment) -> str:
 
         async def placed() -> float:
             text = (await client.get("/metrics", headers={"authorization": f"Bearer {HONEST}"})).text
-            lines = [line for line in text.splitlines() if line.startswith("segue_retries_total")]
+            counters = ("segue_retries_total", "segue_continuations_total")
+            lines = [line for line in text.splitlines() if line.startswith(counters)]
             return sum(float(line.split()[-1]) for line in lines)
 
         async def look() -> None:
@@ -287,13 +424,27 @@ async def h6(at: Deployment) -> str:
                 ready[(await client.get("/ready")).status_code] += 1
                 await asyncio.sleep(0.02)  # so that this is a small load
 
+        async def ask(one: dict[str, Any]) -> None:
+            answers[await at.post(HOSTILE, prompt=prompt(8), max_tokens=8, **one)] += 1
+
+        async def report() -> str:
+            again = await placed() - before
+            text = (
+                f"answers {dict(answers)}; /ready {dict(ready)}; placed or continued again {again:.0f} times"
+            )
+            answers.clear()
+            ready.clear()
+            return text
+
         before = await placed()
         async with beside(look):
             for one in formats:
-                answers[await at.post(HOSTILE, prompt=prompt(8), max_tokens=8, **one)] += 1
+                await ask(one)
                 await asyncio.sleep(0.2)  # what the answer has caused
-        again = await placed() - before
-    return f"answers {dict(answers)}; /ready {dict(ready)}; placed again {again:.0f} times"
+            once, until = await report(), time.monotonic() + 10
+            while time.monotonic() < until:
+                await asyncio.gather(*map(ask, formats))
+        return f"once: {once}; for 10 s: {await report()}"
 
 
 async def h8(at: Deployment) -> str:
@@ -320,6 +471,60 @@ async def h8(at: Deployment) -> str:
         for writer in writers:
             writer.transport.abort()
     return f"descriptors of one process: {found} more at once, {later} after 5 s; a request then {code}"
+
+
+async def h8b(at: Deployment) -> str:
+    """Descriptors that the fullest process has left, and the greeting of ZMQ to a client from elsewhere."""
+    left, greeted = list[int](), Counter[bool]()
+    [limit] = {
+        int((one / "limits").read_text().split("Max open files")[1].split()[0]) for one in members(at.pid)
+    }
+
+    async def enemy() -> None:
+        number = itertools.count()
+
+        async def one() -> None:
+            while True:
+                n = next(number)
+                where = (f"127.0.1.{1 + n // 2 % 20}", 0)
+                with contextlib.suppress(OSError):
+                    reader, writer = await asyncio.open_connection(
+                        "127.0.0.1", (at.events, at.replay)[n % 2], local_addr=where
+                    )
+                    try:
+                        while await reader.read(4096):
+                            pass
+                    finally:
+                        writer.transport.abort()
+                await asyncio.sleep(0.2)  # a client's pause, not a wait for an event
+
+        await asyncio.gather(*(one() for _ in range(1200)))
+
+    async def honest() -> bool:
+        writer = None
+        try:
+            async with asyncio.timeout(5):
+                reader, writer = await asyncio.open_connection("127.0.0.1", at.events)
+                return len(await reader.readexactly(10)) == 10
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            return False
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+
+    async with beside(enemy):
+        await asyncio.sleep(2)  # until all have tried
+        until = time.monotonic() + 38
+        while time.monotonic() < until:
+            left.append(limit - max(len(os.listdir(one / "fd")) for one in members(at.pid)))
+            greeted[await honest()] += 1
+            await asyncio.sleep(0.5)  # the measurement
+        code = await at.post(prompt=prompt(8), max_tokens=1)
+    none = sum(not count for count in left)
+    return (
+        f"descriptors left: least {min(left)}, most {max(left)}, none in {none} of {len(left)} looks; "
+        f"a client greeted within 5 s: {greeted[True]} of {sum(greeted.values())}; a request then {code}"
+    )
 
 
 async def h12(at: Deployment) -> str:
@@ -405,19 +610,26 @@ async def h16(tree: Path, model: Path) -> str:
     return f"CPU of the decode instance: without log-probabilities {found[0]}, with {found[1]}"
 
 
-#: by deployment: one place in the batch, no keys; no keys; prefill and decode; keys
+#: by deployment: one place in the batch, no keys; no keys; prefill and decode; keys; few descriptors
 ALONE = {"H1": h1}
 OPEN = {"H9": h9, "H10": h10}
 PAIR = {"H6": h6}
 KEYS = {"H2": h2, "H4": h4, "H8": h8, "H12": h12, "H15": h15, "H17": h17}
+FEW = {"H8b": h8b}
+#: those without a deployment of `segue serve`
+OTHERS: dict[str, Callable[[Path, Path], str]] = {
+    "H5": lambda _tree, _model: h5(),
+    "H9b": lambda tree, _model: h9b(tree),
+    "H11": lambda _tree, _model: asyncio.run(h11()),
+    "H16": lambda tree, model: asyncio.run(h16(tree, model)),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tree", type=Path, default=ROOT)
-    parser.add_argument(
-        "--only", type=lambda text: text.split(","), default=[*ALONE, *OPEN, *PAIR, *KEYS, "H5", "H16"]
-    )
+    every = [*ALONE, *OPEN, *PAIR, *KEYS, *FEW, *OTHERS]
+    parser.add_argument("--only", type=lambda text: text.split(","), default=every)
     args = parser.parse_args()
     os.environ |= {"PYTHONPATH": str(args.tree / "src"), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -430,9 +642,11 @@ def main() -> None:
             (OPEN, one, False),
             (PAIR, ["--decode", "2"], True),
             (KEYS, one, True),
+            (FEW, one, True),
         ):
             if chosen := [name for name in holes if name in args.only]:
-                with hostile.deployment([*flags, *more], api_keys) as (process, ports):
+                nofile = 1024 if holes is FEW else None
+                with hostile.deployment([*flags, *more], api_keys, nofile) as (process, ports):
                     at = Deployment(process.pid, ports)
                     asyncio.run(at.gaps_ms(max_tokens=50))  # the first requests warm up
                     for name in chosen:
@@ -441,10 +655,8 @@ def main() -> None:
                         except TimeoutError:
                             found = f"no end within {2 * DEADLINE_S:.0f} s"
                         print(f"{name}: {found}", flush=True)
-        if "H5" in args.only:
-            print(f"H5: {h5()}", flush=True)
-        if "H16" in args.only:
-            print(f"H16: {asyncio.run(h16(args.tree, model))}", flush=True)
+        for name in (name for name in OTHERS if name in args.only):
+            print(f"{name}: {OTHERS[name](args.tree, model)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -213,15 +213,17 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def deployment(flags: list[str], api_keys: bool = True) -> Any:
-    """`segue serve`: its process and its ports, that for HTTP first."""
+def deployment(flags: list[str], api_keys: bool = True, nofile: int | None = None) -> Any:
+    """`segue serve`: its process and its ports, that for HTTP first. Each of its processes may have `nofile`
+    descriptors."""
     events, replay = free_port(), free_port()
     with tempfile.NamedTemporaryFile("w") as keys_file:
         keys_file.write(f"{HONEST}\n{HOSTILE}\n")
         keys_file.flush()
         named = ["--kv-events-port", str(events), "--kv-events-replay-port", str(replay)]
         named += ["--api-key-file", keys_file.name] if api_keys else []
-        command = [sys.executable, "-m", "segue.cli.main", "serve", "--port", "0", *named, *flags]
+        limits = ["prlimit", f"--nofile={nofile}:{nofile}"] if nofile is not None else []
+        command = [*limits, sys.executable, "-m", "segue.cli.main", "serve", "--port", "0", *named, *flags]
         with tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
             try:
