@@ -460,12 +460,13 @@ def struct_faults(source: Source) -> list[str]:
 
 
 def names_that_mean_two_things(modules: Iterable[Source]) -> list[str]:
-    """Classes at the top of several files that have one name: a reader takes one for the other."""
+    """Classes of several files that have one name, with or without an underscore: a reader takes one for the
+    other."""
     where: dict[str, list[str]] = {}
     for source in modules:
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef):
-                where.setdefault(node.name, []).append(source.name)
+                where.setdefault(node.name.lstrip("_"), []).append(source.name)
     return [f"{name}: {', '.join(found)}" for name, found in sorted(where.items()) if len(found) > 1]
 
 

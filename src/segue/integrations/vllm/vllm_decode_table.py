@@ -41,7 +41,7 @@ _MAX_ATTEMPT = 2**16 - 1
 
 
 @dataclass(slots=True)
-class _Load:
+class _LoadedRequest:
     """A request whose KV comes from prefill: from its arrival until vLLM has heard of the end."""
 
     tokens: int
@@ -74,7 +74,7 @@ class DecodeTable(SchedulerTable):
         super().__init__(model, pool, block_size, settings, secret)
         self._policy = policy
         self._peers = PeerPolicy(secret, tuple(settings.peers))
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _LoadedRequest] = {}
         self._attempts: OrderedDict[int, int] = OrderedDict()
 
     def new_request(self, request: EngineRequest) -> None:
@@ -83,7 +83,7 @@ class DecodeTable(SchedulerTable):
         if request.request_id in self._loads:
             self.warn(f"vLLM has a second request {request.request_id}")
             return
-        load = _Load(len(request.tokens))
+        load = _LoadedRequest(len(request.tokens))
         try:
             params = parse_params(request.params, self.secret)
             if params is None:
@@ -183,11 +183,11 @@ class DecodeTable(SchedulerTable):
         """See `SchedulerTable.sizes`."""
         return {**super().sizes(), "loads": len(self._loads)}
 
-    def _refuse(self, request_id: str, load: _Load, error: SegueError) -> None:
+    def _refuse(self, request_id: str, load: _LoadedRequest, error: SegueError) -> None:
         load.error, load.ended = load.error or error.info, True
         self.order(RefuseOrder(request_id, load.error))
 
-    def _decline(self, load: _Load, error: SegueError) -> None:
+    def _decline(self, load: _LoadedRequest, error: SegueError) -> None:
         if load.params is not None:
             peer = SessionAddress.of(load.params.peer)
             self.order(DeclineOrder(RoomKey(load.params.room), peer, error.info, load.claim))

@@ -93,7 +93,7 @@ class ReceiveParams:
     signed: bool = False
 
 
-class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _TransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     transfer_id: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
@@ -112,7 +112,7 @@ def parse_params(
     if params is None:
         return None
     try:
-        wire = msgspec.convert({k: v for k, v in params.items() if k not in IGNORED}, _Wire)
+        wire = msgspec.convert({k: v for k, v in params.items() if k not in IGNORED}, _TransferParams)
     except (msgspec.ValidationError, TypeError, AttributeError) as error:
         raise InvalidRequest(f"kv_transfer_params: {str(error)[:500]}") from None
     if wire.do_remote_decode and wire.do_remote_prefill:
@@ -178,7 +178,7 @@ def _from_answer(address: RoomAddress, secret: bytes) -> ReceiveParams:
     return ReceiveParams(room, PeerAddress(leader, address.host, address.port), address.tokens, signed)
 
 
-def _query_address(wire: _Wire) -> PeerAddress:
+def _query_address(wire: _TransferParams) -> PeerAddress:
     if not wire.remote_bootstrap_addr or not wire.remote_engine_id:
         raise InvalidRequest(
             "kv_transfer_params: transfer_id needs remote_bootstrap_addr and remote_engine_id, which "

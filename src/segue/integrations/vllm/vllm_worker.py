@@ -73,7 +73,7 @@ class StepResults:
 
 
 @dataclass(slots=True)
-class _Peer:
+class _PrefillPeer:
     """A prefill leader with `open` hand-offs; its sessions are at `port`, once that is known."""
 
     open: int = 0
@@ -81,7 +81,7 @@ class _Peer:
 
 
 @dataclass(slots=True)
-class _Half:
+class _WorkerHandoff:
     """One hand-off of this side. `request_id`, `peer`, `pages` and `prefix` are decode's."""
 
     handoff: int
@@ -109,10 +109,10 @@ class WorkerSide:
     ) -> None:
         self._unit = pool.unit_tokens
         self._lock = threading.Lock()
-        self._halves: dict[int, _Half] = {}
-        self._by_key: dict[RoomKey, _Half] = {}
+        self._halves: dict[int, _WorkerHandoff] = {}
+        self._by_key: dict[RoomKey, _WorkerHandoff] = {}
         #: the least recently used first
-        self._peers: dict[LeaderId, _Peer] = {}
+        self._peers: dict[LeaderId, _PrefillPeer] = {}
         self._queries: IoThread | None = None
         self._server: asyncio.Server | None = None
         #: sends of the step that runs: their KV is complete when its forward has ended
@@ -219,7 +219,7 @@ class WorkerSide:
                     self._decline(order)
 
     def _expect(self, order: ExpectOrder) -> None:
-        half = self._remember(_Half(order.handoff, order.room, self._units(order.prompt_tokens)))
+        half = self._remember(_WorkerHandoff(order.handoff, order.room, self._units(order.prompt_tokens)))
         try:
             half.handle = self._manager.expect(
                 order.room, half.units, order.budget_s, claim=order.claim, retain_s=order.retain_s
@@ -238,7 +238,7 @@ class WorkerSide:
             half.sent = end
 
     def _receive(self, order: ReceiveOrder) -> None:
-        half = _Half(order.handoff, order.room, self._units(order.prompt_tokens))
+        half = _WorkerHandoff(order.handoff, order.room, self._units(order.prompt_tokens))
         half.request_id, half.peer = order.request_id, order.peer.leader
         half.pages, half.prefix = order.blocks, order.prefix_tokens // self._unit
         self._remember(half)
@@ -327,7 +327,7 @@ class WorkerSide:
                 case _:
                     pass  # in quarantine: the release comes when it is proven
 
-    def _on_phase(self, half: _Half, change: Phase) -> None:
+    def _on_phase(self, half: _WorkerHandoff, change: Phase) -> None:
         if change.phase.terminal:
             self._end(half, change.error, change.nbytes, change.wire_s)
         elif change.phase is KVPoll.WAITING_FOR_INPUT and isinstance(half.handle, KVReceiver):
@@ -338,22 +338,24 @@ class WorkerSide:
 
     # ---- both, under the lock -----------------------------------------------------------------
 
-    def _remember(self, half: _Half) -> _Half:
+    def _remember(self, half: _WorkerHandoff) -> _WorkerHandoff:
         self._halves[half.handoff] = half
         self._by_key.setdefault(half.key, half)
         return half
 
-    def _never_began(self, half: _Half, error: ErrorInfo) -> None:
+    def _never_began(self, half: _WorkerHandoff, error: ErrorInfo) -> None:
         if not half.ended:
             self._end(half, error)
             self._release(half)
 
-    def _peer(self, leader: LeaderId) -> _Peer:
+    def _peer(self, leader: LeaderId) -> _PrefillPeer:
         """What is known of it; now the most recently used one."""
-        self._peers[leader] = peer = self._peers.pop(leader, _Peer())
+        self._peers[leader] = peer = self._peers.pop(leader, _PrefillPeer())
         return peer
 
-    def _end(self, half: _Half, error: ErrorInfo | None, nbytes: int = 0, wire_s: float = 0.0) -> None:
+    def _end(
+        self, half: _WorkerHandoff, error: ErrorInfo | None, nbytes: int = 0, wire_s: float = 0.0
+    ) -> None:
         if half.ended:
             return
         half.ended, half.failed = True, error is not None
@@ -361,7 +363,7 @@ class WorkerSide:
         if half.request_id:
             self._name(half.request_id, failed=error is not None)
 
-    def _release(self, half: _Half) -> None:
+    def _release(self, half: _WorkerHandoff) -> None:
         del self._halves[half.handoff]
         if self._by_key.get(half.key) is half:
             del self._by_key[half.key]

@@ -16,11 +16,11 @@ class ProcessEnded(BaseException):
     """Raised in a blocked call when its process is killed: nothing may catch it."""
 
 
-class _Carrier:
+class _CarrierThread:
     """A thread of this machine that carries one `SimThread` after another: to start one costs more."""
 
     #: those that carry none now; as many as `SimThread`s ever lived at a time
-    idle: ClassVar[list[_Carrier]] = []
+    idle: ClassVar[list[_CarrierThread]] = []
 
     def __init__(self) -> None:
         self.ours, self.theirs = threading.Lock(), threading.Lock()
@@ -31,7 +31,7 @@ class _Carrier:
         self._thread.start()
 
     @classmethod
-    def take(cls, name: str, work: Callable[[], None]) -> _Carrier:
+    def take(cls, name: str, work: Callable[[], None]) -> _CarrierThread:
         """One that runs `work` once `ours` is released, and releases `theirs` when it has ended."""
         found = cls.idle.pop() if cls.idle else cls()
         found._work, found._thread.name = work, name
@@ -63,7 +63,7 @@ class SimThread:
         self._waits = 0
         self._killed = False
         self.over = False
-        self._carrier: _Carrier | None = None
+        self._carrier: _CarrierThread | None = None
         process.threads.append(self)
         process.world.threads.add(self)
 
@@ -72,7 +72,7 @@ class SimThread:
         if self.over:
             return
         if self._carrier is None:
-            self._carrier = _Carrier.take(f"sim {self._process.name}", self._run)
+            self._carrier = _CarrierThread.take(f"sim {self._process.name}", self._run)
         carrier = self._carrier
         before, SimThread.current = SimThread.current, self
         carrier.ours.release()

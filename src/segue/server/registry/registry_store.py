@@ -79,7 +79,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _StoredRoom:
     leader: LeaderId
     expires_at: float
 
@@ -112,7 +112,7 @@ class RegistryStore:
         # A random start: after a restart no watcher's last version means anything by accident.
         self._version = int.from_bytes(random_bytes(6))
         self._entries: dict[Incarnation, _Entry] = {}
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, _StoredRoom] = {}
         #: Ranks that must not come back, with the reason; the oldest are forgotten.
         self._past: OrderedDict[LeaderId, type[SegueError]] = OrderedDict()
         self._addresses: dict[tuple[str, int], LeaderId] = {}
@@ -238,7 +238,7 @@ class RegistryStore:
             raise OutOfCapacity(f"the registry already holds {self._max_rooms} rooms", room=room)
         ttl_s = min(record.ttl_s, self._max_room_ttl_s)
         expires_at = self._clock.now() + ttl_s
-        self._rooms[room] = _Room(leader, expires_at)
+        self._rooms[room] = _StoredRoom(leader, expires_at)
         entry.rooms.add(room)
         self._expect_expiry(expires_at, room)
         self._notify(room)
