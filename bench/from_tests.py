@@ -11,6 +11,7 @@ FOLDERS = [
     _TESTS / "e2e",
     _TESTS / "e2e" / "chaos",
     _TESTS / "vllm_engines",
+    _TESTS / "integrations" / "vllm",
     _TESTS,
 ]
 sys.path[:0] = map(str, FOLDERS)

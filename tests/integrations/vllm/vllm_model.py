@@ -38,16 +38,17 @@ BLOCK = 4
 @dataclass(eq=False)
 class Block:
     id: int
+    #: whose KV each token's place holds
+    content: list[object]
     refs: int = 0
     #: how often the pool gave it to a request
     lent: int = 0
-    #: whose KV each token's place holds
-    content: list[object] = field(default_factory=lambda: [None] * BLOCK)
 
 
 class ModelPool:
-    def __init__(self, count: int) -> None:
-        self.blocks = [Block(i) for i in range(count)]
+    def __init__(self, count: int, block: int = BLOCK) -> None:
+        self.block = block
+        self.blocks = [Block(i, content=[None] * block) for i in range(count)]
         self.free = deque(self.blocks)
 
     def get_num_free_blocks(self) -> int:
@@ -127,7 +128,7 @@ class ModelWorker:
         orders = decode_orders(step.orders)
         for request, start, end, _, blocks in step.chunks:
             for token in range(start, end):
-                self.pool.blocks[blocks[token // BLOCK]].content[token % BLOCK] = (
+                self.pool.blocks[blocks[token // self.pool.block]].content[token % self.pool.block] = (
                     request.spec.request_id,
                     token,
                 )
@@ -147,7 +148,7 @@ class ModelWorker:
                     return
                 position = handoff.sends[-1].end if handoff.sends else 0
                 assert order.start == position < order.end
-                assert len(order.blocks) == -(-order.end // BLOCK)
+                assert len(order.blocks) == -(-order.end // self.pool.block)
                 assert isinstance(handoff.order, ExpectOrder)
                 assert order.last == (order.end == handoff.order.prompt_tokens)
                 handoff.sends.append(order)
@@ -174,7 +175,9 @@ class ModelWorker:
         owner = None
         for send in handoff.sends:
             for token in range(send.start, send.end):
-                found = self.pool.blocks[send.blocks[token // BLOCK]].content[token % BLOCK]
+                found = self.pool.blocks[send.blocks[token // self.pool.block]].content[
+                    token % self.pool.block
+                ]
                 assert isinstance(found, tuple)
                 assert found[1] == token
                 assert owner in (None, found[0])
@@ -199,8 +202,8 @@ class ModelWorker:
         order = handoff.order
         assert isinstance(order, ReceiveOrder)
         for token in range(order.prefix_tokens, order.prompt_tokens):
-            block = order.blocks[(token - order.prefix_tokens) // BLOCK]
-            self.pool.blocks[block].content[token % BLOCK] = ("peer", order.claim, token)
+            block = order.blocks[(token - order.prefix_tokens) // self.pool.block]
+            self.pool.blocks[block].content[token % self.pool.block] = ("peer", order.claim, token)
 
     def release(self, number: int) -> None:
         assert self.handoffs.pop(number).ended
@@ -238,6 +241,7 @@ class ModelEngine:
         self.answers: dict[str, dict[str, object] | None] = {}
         #: requests that decode with KV of a peer
         self.loaded: list[str] = []
+        self.preemptions = 0
 
     def add(self, spec: EngineRequest, prefix: int = 0) -> None:
         request = Request(spec, prefix)
@@ -267,7 +271,7 @@ class ModelEngine:
         self.steps.append(Step(chunks, encode(self.table.take_orders())))
 
     def make_room(self, request: Request, count: int, preempted: list[str]) -> bool:
-        needed = -(-(request.computed + count) // BLOCK) - len(request.blocks)
+        needed = -(-(request.computed + count) // self.pool.block) - len(request.blocks)
         while (fresh := self.pool.allocate(max(0, needed))) is None:
             victim = self.running.pop()
             self.preempt(victim)
@@ -278,6 +282,7 @@ class ModelEngine:
         return True
 
     def preempt(self, victim: Request) -> None:
+        self.preemptions += 1
         self.free(victim)
         victim.status, victim.computed, victim.told = "PREEMPTED", 0, 0
         victim.life += 1
@@ -307,7 +312,7 @@ class ModelEngine:
             return 0
         count = 0 if external else min(budget, request.tokens - request.computed)
         total = request.tokens if external else request.computed + count
-        fresh = self.pool.allocate(max(0, -(-total // BLOCK) - len(request.blocks)))
+        fresh = self.pool.allocate(max(0, -(-total // self.pool.block) - len(request.blocks)))
         if fresh is None:
             return 0
         request.blocks += fresh

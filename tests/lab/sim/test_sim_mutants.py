@@ -60,7 +60,7 @@ def test_the_unchanged_code_survives(mutants: ModuleType) -> None:
 
 def test_a_sabotage_without_end_is_caught_at_its_seed(mutants: ModuleType) -> None:
     late = mutants.Mutant(
-        "late", "lab/sim/run.py", "    deployment = Deployment(", LATE + "    deployment = Deployment(", ""
+        "late", "lab/sim/run.py", "    deployment = deploy(", LATE + "    deployment = deploy(", ""
     )
     catch = mutants.hunt(late, 0, 10, 12)
     assert (catch.seeds, catch.rule) == (3, "hang")

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -35,6 +34,7 @@ from segue.kv import (
     KINDS,
     USABLE,
     Change,
+    Clock,
     ConfigError,
     ErrorInfo,
     Internal,
@@ -45,6 +45,7 @@ from segue.kv import (
     KVReceiver,
     KVSender,
     LeaderId,
+    MonotonicClock,
     Phase,
     Release,
     Role,
@@ -99,14 +100,24 @@ class _WorkerHandoff:
 
 
 class WorkerSide:
-    """The hand-offs of one vLLM worker. `model` is the model's identity, which both sides must share.
+    """The hand-offs of one vLLM worker. `model` is the model's identity, which both sides must share. `clock`
+    and `make_manager` are for the simulator.
 
     Raises ConfigError for settings or a `pool` that do not work here.
     """
 
     def __init__(
-        self, role: Role, settings: ConnectorSettings, secret: bytes, model: str, pool: CachePool
+        self,
+        role: Role,
+        settings: ConnectorSettings,
+        secret: bytes,
+        model: str,
+        pool: CachePool,
+        *,
+        clock: Clock | None = None,
+        make_manager: Callable[..., KVManager] = KVManager,
     ) -> None:
+        self._clock = clock or MonotonicClock()
         self._unit = pool.unit_tokens
         self._lock = threading.Lock()
         self._halves: dict[int, _WorkerHandoff] = {}
@@ -142,7 +153,7 @@ class WorkerSide:
         )
         # vLLM binds a worker's threads to cores that its forward needs.
         with threads_on(settings.cpus or os.sched_getaffinity(os.getppid())):
-            self._manager = KVManager(config, pool.memory, self._on_change, on_rank_lost=self._on_lost)
+            self._manager = make_manager(config, pool.memory, self._on_change, on_rank_lost=self._on_lost)
             host, port = self._manager.start()
         self.address = SessionAddress(
             config.me.incarnation, config.me.dp_rank, settings.advertise_host or host, port, False
@@ -243,7 +254,7 @@ class WorkerSide:
         half.pages, half.prefix = order.blocks, order.prefix_tokens // self._unit
         self._remember(half)
         self._peer(half.peer).open += 1
-        deadline = time.monotonic() + order.budget_s
+        deadline = self._clock.now() + order.budget_s
 
         def receive(host: str, port: int) -> None:
             if half.ended:
@@ -251,7 +262,7 @@ class WorkerSide:
             try:
                 self._manager.add_peer(order.peer.leader, host, port)
                 half.handle = self._manager.receive(
-                    order.room, order.peer.leader, half.units, deadline - time.monotonic(), claim=order.claim
+                    order.room, order.peer.leader, half.units, deadline - self._clock.now(), claim=order.claim
                 )
             except SegueError as error:
                 self._never_began(half, error.info)

@@ -9,7 +9,7 @@ from segue.lab.sim.clients import Wanted
 from segue.lab.sim.fault_actions import FaultActions
 from segue.lab.sim.front import FrontNode
 from segue.lab.sim.invariants import Checks
-from segue.lab.sim.room_engine import RoomStories
+from segue.lab.sim.room_engine import RoomEngine, RoomStories
 from segue.lab.sim.scenario import Scenario
 from segue.lab.sim.sim_leader import LeaderNode
 from segue.lab.sim.sim_node import KVNode
@@ -22,7 +22,13 @@ CHECK_EVERY = 8
 
 
 class Deployment:
-    """Builds and runs one scenario. Raises `Violation` at the first invariant that does not hold."""
+    """Builds and runs one scenario. Raises `Violation` at the first invariant that does not hold.
+
+    Another deployment may have other engines that open rooms (`make_rooms`), and other stories.
+    """
+
+    make_rooms = RoomEngine
+    stories = RoomStories
 
     def __init__(self, scenario: Scenario, check_every: int = CHECK_EVERY, *, records: bool = True) -> None:
         self.scenario = scenario
@@ -33,7 +39,7 @@ class Deployment:
         self.causes = Causes(state)
         self.checks = Checks(state, self.causes, check_every)
         self.registry = SimRegistry(state)
-        self.supervisor = SimSupervisor(state, self.causes, self.checks, self.registry)
+        self.supervisor = SimSupervisor(state, self.causes, self.checks, self.registry, self.make_rooms)
         self.nodes, self.fronts = self.supervisor.nodes, self.supervisor.fronts
         self.fault_actions = FaultActions(state, self.causes, self.supervisor, self.registry)
 
@@ -49,7 +55,7 @@ class Deployment:
             self.supervisor.start_front(index)
         for wanted in scenario.requests:
             world.at(wanted.at, None, self._ask, wanted)
-        RoomStories(self.state, self.causes).start()
+        self.stories(self.state, self.causes).start()
         for fault in scenario.faults:
             world.at(fault.at, None, self.fault_actions.inject, fault)
         longest = max((f.at + f.seconds for f in scenario.faults), default=0.0)

@@ -91,8 +91,8 @@ class Checks:
                     text = f"{node.name} answers a conflict with {effect.message}"
                     raise Violation("conflict", text, (effect.message.transfer.room,))
                 self.state.counts["sent on to another DP rank"] += redirect
-            elif isinstance(effect.message, Metadata) and not decode_result(effect.message.content).computed:
-                self.state.counts["sent again without a forward"] += 1
+            elif isinstance(effect.message, Metadata) and (content := effect.message.content):
+                self.state.counts["sent again without a forward"] += not decode_result(content).computed
         elif kind is events.PostWrite:
             self._posted(node, effect)
             self.ranks.posted(node, effect)

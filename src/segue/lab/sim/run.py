@@ -79,11 +79,16 @@ def watched(world: World) -> Iterator[None]:
 
 
 def run_scenario(
-    scenario: Scenario, *, timeline: bool = False, digest: bool = False, check_every: int = CHECK_EVERY
+    scenario: Scenario,
+    *,
+    timeline: bool = False,
+    digest: bool = False,
+    check_every: int = CHECK_EVERY,
+    deploy: type[Deployment] = Deployment,
 ) -> Outcome:
     """Run one scenario to its end, or to the first invariant that does not hold. The tables of a node are
     looked at each `check_every` turns of leaders; everything else is at each effect."""
-    deployment = Deployment(scenario, check_every, records=timeline or digest)
+    deployment = deploy(scenario, check_every, records=timeline or digest)
     world = deployment.world
     rule = text = ""
     rooms: tuple[int, ...] = ()

@@ -213,13 +213,14 @@ class CheckedLeader(Leader):
 @dataclass(frozen=True, slots=True)
 class NodeParts:
     """The parts of a node, and the callbacks for its news: that it takes nothing new, and that it has drained
-    and leaves."""
+    and leaves. `make_rooms` makes the engine that opens rooms on it, a `RoomEngine`."""
 
     state: SimState
     causes: Causes
     checks: Checks
     draining: Callable[[NodeView], None]
     leaves: Callable[[NodeView], None]
+    make_rooms: Callable[[Any], Any]
 
 
 class LeaderNode(NodeView):

@@ -310,7 +310,7 @@ class KVNode(LeaderNode, KVView):
         #: ranks whose worker has ended
         self.ended_ranks: set[int] = set()
         self._pool_at = 0
-        self.rooms = RoomEngine(self)
+        self.rooms: RoomEngine = parts.make_rooms(self)
         super().__init__(parts, spec, restart)
 
     def _make_scheduler(self) -> Scheduler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
@@ -10,7 +11,8 @@ from segue.kv.threads import ThreadPerCall
 from segue.lab.sim.causes import Causes
 from segue.lab.sim.front import FrontNode
 from segue.lab.sim.invariants import Checks
-from segue.lab.sim.node_views import NodeView, leaders_of
+from segue.lab.sim.node_views import KVView, NodeView, leaders_of
+from segue.lab.sim.room_engine import RoomEngine
 from segue.lab.sim.sim_leader import LeaderNode, NodeParts
 from segue.lab.sim.sim_node import KVNode
 from segue.lab.sim.sim_registry import SimRegistry
@@ -18,15 +20,22 @@ from segue.lab.sim.sim_state import SimState
 
 
 class SimSupervisor:
-    """The supervisors of all instances and frontends."""
+    """The supervisors of all instances and frontends. `make_rooms` makes what opens rooms on a node."""
 
-    def __init__(self, state: SimState, causes: Causes, checks: Checks, registry: SimRegistry) -> None:
+    def __init__(
+        self,
+        state: SimState,
+        causes: Causes,
+        checks: Checks,
+        registry: SimRegistry,
+        make_rooms: Callable[[KVView], RoomEngine],
+    ) -> None:
         self._state = state
         self._world = state.world
         self._causes = causes
         self._checks = checks
         self._registry = registry
-        self._parts = NodeParts(state, causes, checks, registry.say_draining, self._leave)
+        self._parts = NodeParts(state, causes, checks, registry.say_draining, self._leave, make_rooms)
         self._rng = state.world.rng("supervisors")
         self._restarts: Counter[str] = Counter()
         #: restarts of each leader and each frontend
