@@ -24,7 +24,7 @@ ENGINE: Final = (
 )
 #: A frontend runs no model: a tokenizer and chat templates are all.
 FRONTEND: Final = ("transformers", "tokenizers", "jinja2")
-#: What each command needs; all others need the `serve` extra alone.
+#: The extras of each command; a command that is not listed needs `serve` alone.
 _NEEDS: Final = {
     "version": (),
     "serve": (*SERVE, *ENGINE),

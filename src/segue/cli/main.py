@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("segue: interrupted", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Who read our output is gone; the interpreter must not try to flush into it at exit.
+        # The reader of our output is gone; the interpreter must not try to flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

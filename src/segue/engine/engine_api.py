@@ -209,8 +209,8 @@ class ExpertPeers(Protocol):
         ...
 
     def stop_listening(self) -> None:
-        """Tell and keep the listeners no longer: they belong to a role that has ended. What is said from now
-        on is told to the next ones."""
+        """Tell and keep the listeners no longer: they belong to a role that has ended. The next listeners
+        hear later events."""
         ...
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from segue.engine.grammar_compile import compile_grammar, make_tokenizer
 from segue.engine.request import Grammar
 from segue.kv import DECODE_ERRORS, Internal, InvalidRequest, OutOfCapacity
 
-#: CPU seconds and MiB for one grammar. What the counts bound takes a tenth of both.
+#: CPU seconds and MiB for one grammar. A grammar within the counts takes a tenth of both.
 CPU_S = 1.0
 MEMORY_MIB = 128
 #: The child answers after `CPU_S` of CPU at the latest; a machine so starved that this takes longer refuses.

@@ -145,8 +145,8 @@ def make_pool(
     memory: Memory | None,
 ) -> KVPool:
     """The pool of rank `index` of a replica whose ranks hold `parts`: as many whole pages as fit into
-    `pool_bytes` in all of them together (or into `memory`, if given), the same number in each. Of a model
-    with a state there are slots, too (`core.pool_size.state_slots`).
+    `pool_bytes` in all of them together (or into `memory`, if given), the same number in each. A model with a
+    state also has slots (`state_slots`).
 
     Memory that is allocated here has `SCRATCH_BYTES` more at its end. Raises ConfigError when not even one
     page fits, OutOfCapacity when the host lacks the memory.

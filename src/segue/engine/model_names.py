@@ -11,7 +11,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.AS
 
 def served_name(model: str, name: str | None) -> str:
     """The name that clients ask for: the given one, a Hub's name as it is (`Qwen/Qwen3-0.6B`), or the last
-    part of the model's path without `.gguf`. Whoever knows that `a/b` is a folder says `/…/a/b`."""
+    part of the model's path without `.gguf`. Give `/…/a/b` if `a/b` is a folder."""
     if name:
         return name
     if is_hub_name(model):

@@ -38,8 +38,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A step ready to run. `slots` says where in the pool each row's K and V go. Of what the last layer gives
-    only the rows `wanted` are looked at; None: all."""
+    """A step ready to run. `slots` says where in the pool each row's K and V go. Only the rows `wanted` of
+    the last layer's output are used; None: all."""
 
     tokens: torch.Tensor
     positions: torch.Tensor

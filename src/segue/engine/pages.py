@@ -198,8 +198,8 @@ class PagePool:
         """Take a run of at most `want` pages out of the holes.
 
         A sequence that will grow goes into the middle of the largest hole: it and the sequence in
-        front of the hole get as much room each. One that will not grow takes the end of the smallest hole
-        that holds it, which leaves the large holes to others. Where nothing holds it whole, the largest
+        front of the hole get as much room each. A sequence that will not grow takes the end of the smallest
+        hole that holds it, which leaves the large holes to others. Where nothing holds it whole, the largest
         hole is taken whole: fewest runs.
 
         Simulated (4,096 pages, prompts of 37 and outputs of 17 pages in the mean): 24 growing sequences

@@ -63,7 +63,7 @@ class PrefixJournal:
     def cleared(self) -> None:
         """The tree is empty."""
         self._hash_of.clear()
-        # What has not been taken is of no interest any more.
+        # Events that were not taken describe blocks that are gone.
         self._events, self._blocks = [AllBlocksCleared()], 1
 
     def _hash(self, pages: Sequence[int], after: int | None, tokens: Sequence[int], salt: int) -> list[int]:

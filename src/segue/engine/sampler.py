@@ -6,12 +6,12 @@ model's own distribution, before any of this.
 
 The draw is an exponential race: token i arrives at time E_i / p_i, the first one is chosen, with E_i an
 exponential variate that depends on (seed, position, i) and nothing else. So batch composition, role,
-retraction and retry never change the random numbers. What is left is float noise in p between batch
-shapes, and here the race is the robust choice: two runs with distributions p, q draw different tokens
-with probability at most 2 d / (1 + d), d their total variation distance, which no scheme without
-communication beats (Bavarian et al., "Optimality of Correlated Sampling Strategies", 2020; Daliri et al.,
-"Coupling without Communication", 2024). One uniform number against the cumulative sum has no such
-bound: noise shifts all later boundaries, so every token between may change.
+retraction and retry never change the random numbers. Float noise in p between batch shapes remains, and the
+race is robust against it. Two runs with distributions p, q draw different tokens with probability at most 2 d
+/ (1 + d), where d is their total variation distance. No scheme without communication is better (Bavarian et
+al., "Optimality of Correlated Sampling Strategies", 2020; Daliri et al., "Coupling without Communication",
+2024). One uniform number against the cumulative sum has no such bound: noise shifts all later boundaries, so
+every token between may change.
 
 A greedy batch is one argmax. Otherwise each row is worked alone: its 49,152 floats fit the L2 cache, and
 each pass over it is one SIMD loop, so there is nothing to gain from wider passes.

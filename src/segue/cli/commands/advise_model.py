@@ -12,7 +12,7 @@ from segue.engine.models.model_registry import ModelFamily, known_families, type
 from segue.kv import ConfigError
 from segue.lab.advise.costs import ModelCosts
 
-#: What to do about a model whose costs are not known.
+#: The remedy for a model whose costs are not known.
 INSTEAD = "give --parameters and --kv-bytes-per-token in its place"
 
 

@@ -8,7 +8,7 @@ from segue.cli import flags
 from segue.kv import ConfigError
 from segue.server.settings.commands import OperatorConfig
 
-#: What `drain` and `resume` wait for unless `--timeout` says otherwise, in seconds.
+#: Default of `--timeout` for `drain` and `resume`, in seconds.
 TIMEOUT_S = 600.0
 
 

@@ -34,7 +34,8 @@ def sim(args: argparse.Namespace) -> int:
     failed: list[Outcome] = []
     seed, events, virtual_s, started = args.seed, 0, 0.0, time.perf_counter()
     under_faults = 0
-    # What is imported is never garbage, and a run makes much that is short-lived.
+    # Modules live until the end; frozen, they are not searched at each collection of a run's short-lived
+    # objects.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     cpu_before_s = time.process_time()

@@ -15,7 +15,7 @@ GIB, MIB = 2**30, 2**20
 MEMORY_BYTES = 3 * GIB
 DISK_BYTES = 2 * GIB
 OPEN_FILES = 1024
-#: What other libraries (UCX, torch) put into /dev/shm.
+#: Bytes that other libraries (UCX, torch) put into /dev/shm.
 DEV_SHM_BYTES = 64 * MIB
 #: Reading these clocks is a system call or worse, thousands of times a second.
 _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")

@@ -27,7 +27,7 @@ from segue.engine.cpu.processor import Processor, this_processor
 from segue.kv import KINDS, limited_groups
 from segue.server.instance.host import this_host
 
-#: What the engine cannot be without.
+#: Packages without which the engine cannot run.
 ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "msgspec", "uvloop")
 #: Packages that a transport needs: the transport, and what its library is called by pip.
 TRANSPORT_PACKAGES = {
@@ -107,7 +107,7 @@ class HostFacts:
     clock_synchronised: bool | None
     #: Variables of UCX and Mooncake.
     environment: Mapping[str, str]
-    #: Of processes with Mooncake in them, as far as this user may look.
+    #: Sockets of processes that use Mooncake, as far as this user may look.
     mooncake_listeners: tuple[ListeningSocket, ...]
     #: As `TransportKinds.available` says it.
     transports: Mapping[str, str]

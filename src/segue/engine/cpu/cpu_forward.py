@@ -54,7 +54,7 @@ class CpuForward:
         self._kernels = kernels
         self._norm = loaded.model.model.norm
         if place.pp is not None:
-            loaded.model.model.norm = nn.Identity()  # of the last stage's rows, where they come back to
+            loaded.model.model.norm = nn.Identity()  # the first stage normalises the last stage's rows
 
     def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
         """See `RankForward`."""
@@ -78,7 +78,7 @@ class CpuForward:
             stored()
             return hidden
         ring.send(self._layers(packed, _nothing, others, input_ids=packed.tokens), 1)
-        stored()  # who waits here for the other stages holds none of them up
+        stored()  # a wait here for the other stages delays none of them
         returned: torch.Tensor = self._norm(ring.receive(rows, ring.size - 1))
         return returned
 

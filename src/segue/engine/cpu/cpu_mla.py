@@ -64,7 +64,7 @@ class LatentLayer(nn.Module):
         rows, rank = step.rows, self.rank
         query = self.query(x, rows).view(rows, self.heads, -1)
         latent = self.kv_a(x)
-        # What `attend` takes for the query heads, the K and the V of each row: K and V are the same here.
+        # The query heads, the K and the V of each row, as `attend` takes them. K and V are the same here.
         together = x.new_empty(rows, self.heads + 2, self.row_items)
         absorbed = torch.bmm(query[:, :, : self.nope].transpose(0, 1), self.absorb_k)
         together[:, : self.heads, :rank] = absorbed.transpose(0, 1)
@@ -81,8 +81,8 @@ class LatentLayer(nn.Module):
     def _turned(self, part: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """`part` (`[rows, heads, rope]`) rotated by cos and sin (`[rows, 1, rope / 2]`), in float32.
 
-        What comes out has halves, whether the model's weights give pairs or halves: the order of items is
-        free, as long as queries and keys share it."""
+        The result has halves, whether the model's weights give pairs or halves. Any order of items works as
+        long as queries and keys share it."""
         part = part.float()
         low, high = (part[..., 0::2], part[..., 1::2]) if self.in_pairs else part.chunk(2, -1)
         cos, sin = turns

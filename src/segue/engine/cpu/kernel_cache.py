@@ -128,7 +128,7 @@ def _compiled(source: Source, options: dict[str, Any], folder: Path | None, file
         try:
             dispatcher.compile(source.signature)
             break
-        except Exception as exc:  # of the kernel, of reading damaged files, or of writing
+        except Exception as exc:  # from the kernel, from damaged files, or from writing
             error = f"{type(exc).__name__}: {exc}"
             if dispatcher.overloads:
                 log.warning("event=kernel_not_kept kernel=%s error=%r", source.name, error)

@@ -32,7 +32,7 @@ SILENCE_S = 300.0
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-#: What a model needs beside its weights.
+#: Files that a model needs beside its weights.
 _SMALL = re.compile(
     r"(config|generation_config|tokenizer_config|tokenizer|special_tokens_map|added_tokens|vocab|chat_template)"
     r"\.json|merges\.txt|vocab\.txt|chat_template\.jinja|[\w.-]*tokenizer\.model"
@@ -251,7 +251,8 @@ def download_weights(name: str, file: str, folder: Path, told: Callable[[int], o
                 part.unlink(missing_ok=True)
                 return
             with part.open("r+b") as out:
-                # What is written goes on later: as it comes, not ten megabytes at once.
+                # A resumed download continues after the bytes on disk: write them as they come, not ten
+                # megabytes at once.
                 constants.DOWNLOAD_CHUNK_SIZE = _STEP_BYTES
                 have = out.seek(0, 2)
                 if have > about.size:

@@ -13,7 +13,7 @@ class HybridFamily(ModelFamily):
     """A family some of whose layers are a short convolution, with or without `sums` over what comes out."""
 
     has_state = True
-    #: What transformers calls the layers that keep a state.
+    #: The name in transformers of the layers that keep a state.
     state_layer: ClassVar[str]
     #: The option that says how many positions the convolution of such a layer sees.
     width: ClassVar[str]

@@ -1,8 +1,8 @@
 """A model's identity: equal on both sides, or no hand-off takes place.
 
 Hashes the configuration, each tensor's name, type and shape, and samples of each tensor's bytes, so
-that it costs a fraction of a second whatever the model's size. Of a model in PyTorch's own format, which
-is a zip archive, the sizes and checksums in its directory.
+that it costs a fraction of a second whatever the model's size. For a model in PyTorch's own format, which is
+a zip archive, it hashes the sizes and checksums in the archive's directory.
 """
 
 from __future__ import annotations

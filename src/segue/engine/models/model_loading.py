@@ -15,7 +15,7 @@ from segue.engine.models.model_registry import ModelFamily, refuse_unsupported, 
 from segue.engine.models.progress import counted
 from segue.kv import ConfigError, Internal, KVShape, Part
 
-#: What transformers' models are told to call for attention.
+#: The attention that transformers' models are told to call.
 ATTENTION_NAME = "segue_paged"
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})

@@ -194,8 +194,8 @@ def supported_family(values: Mapping[str, Any]) -> ModelFamily:
 
 
 def refuse_unsupported(folder: Path) -> None:
-    """Raise a ConfigError if `folder` holds no model or one that is not supported, by its config.json. What
-    only transformers can tell is checked when the model is loaded."""
+    """Raise a ConfigError if `folder` holds no model or one that is not supported, by its config.json. Checks
+    that need transformers run when the model is loaded."""
     supported_family(_read(folder))
 
 

@@ -28,10 +28,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do no
 from segue.engine.parallel import ParallelSize
 from segue.kv import ConfigError, PeerLost, RankCoord
 
-#: What one layer of a chunk may take on the slowest rank.
+#: The longest time for one layer of a chunk on the slowest rank.
 TIMEOUT_S = 30.0
-#: What all stages may take for a chunk. One that has died is noticed at once, one that stands still by its
-#: leader, which kills all (`server.instance.rank_workers`).
+#: The longest time for a chunk in all stages. A stage that has died is noticed at once. The leader notices
+#: one that stands still, and kills all (`server.instance.rank_workers`).
 STAGE_S = 600.0
 _HOST = "127.0.0.1"
 

@@ -1,9 +1,9 @@
 """The DP ranks of one instance that share out a model's experts: no rank computes a step without the others.
 
-Each rank is the leader of a process of its own, with its own requests. Who has something to compute says so
-to the others (`StepWord`) and waits for them in the step's first exchange: there all tell how many rows they
-have, which may be none. Between steps nobody computes or asks: each leader waits for its own requests and for
-such a word. The words go in a star around rank 0, which passes them on; the tensors go over Gloo.
+Each rank is the leader of a process of its own, with its own requests. A rank with something to compute says
+so to the others (`StepWord`) and waits for them in the step's first exchange. There each rank tells how many
+rows it has, possibly none. Between steps nobody computes or asks: each leader waits for its own requests and
+for such a word. The words go in a star around rank 0, which passes them on; the tensors go over Gloo.
 
 Ranks that have counted other steps, or other rows in any of them, find out at the next step. Any error, and
 the end or silence of any rank before all have said that they are done, ends the group for all of its ranks.
@@ -168,8 +168,8 @@ class DpGroup:
 
     @contextlib.contextmanager
     def step(self, rows: int) -> Iterator[None]:
-        """One step of all ranks, to which this one brings `rows`. What goes wrong within it ends the group;
-        raises that, and what has ended it before."""
+        """One step of all ranks, to which this one brings `rows`. An error within it ends the group. Raises
+        this error, or the one that ended the group before."""
         try:
             self._begin(rows)
             yield
@@ -310,7 +310,8 @@ class DpGroup:
         return seen
 
     def _lose(self, error: SegueError) -> SegueError:
-        """The group is over; why. What fails within a step also ends our connections, which wakes others."""
+        """The group is over; why. A failure within a step also ends our connections, which wakes the other
+        ranks."""
         with self._lock:
             first, told = self._error is None, self._on_lost
             self._error = self._error or error

@@ -95,7 +95,7 @@ class RanksForward:
         return self.own.pool
 
     def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
-        """See `Forward.run`. What `stored` raises is raised when all ranks have done their part."""
+        """See `Forward.run`. An exception of `stored` is raised when all ranks have done their part."""
         with raised_at_end(stored) as safely:
 
             def together() -> torch.Tensor:
@@ -201,7 +201,7 @@ class RanksForward:
         for rank, worker in enumerate(self._workers, 1):
             try:
                 while not isinstance(word := worker.receive(CAUSE_S / len(self._workers)), FailedWord):
-                    pass  # what it said before
+                    pass  # its earlier messages
             except SegueError as end:
                 ends.append(f"rank {rank}: {end}")
                 continue

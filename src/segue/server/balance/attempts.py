@@ -54,7 +54,7 @@ class Attempts:
         self.output: list[int] = list(request.output)
         #: Replicas this request failed on: asked again only if nobody else is there.
         self.avoid: set[LeaderId] = set()
-        #: Those of them that are said to be gone.
+        #: Replicas in `avoid` that are reported gone.
         self.lost: set[LeaderId] = set()
         #: The last of these was said to be gone by its peer, or took others with it: what we see of them
         #: ourselves may be old.
@@ -85,10 +85,11 @@ class Attempts:
     # ---- where ----------------------------------------------------------------------------------
 
     def candidates(self, candidates: Sequence[Candidate], *, patient: bool) -> Sequence[Candidate]:
-        """Those that may be asked: others than this request failed on; if there are none, those that are
-        not said to be gone; if there are none, nobody while `patient`, and then all.
+        """The candidates that may be asked: those on which this request has not failed. If there are none:
+        those that are not reported gone. If there are none: nobody while `patient`, then all.
 
-        One that its peer says is gone is waited for: its successor, or word of its end, is on the way.
+        `patient`: the peer of a replica has reported it gone, and its successor or its end is about to be
+        known.
         """
         for tier in (self.avoid, self.lost):
             fresh = [c for c in candidates if c.leader not in tier]
@@ -175,7 +176,7 @@ class Attempts:
             return reporter
         prefill, decode = self._route
         if error.code in LOSSES or (error.code in UNREACHED and prefill not in self._pair_failures):
-            # Who says that its peer is gone is there.
+            # A half that reports its peer gone is alive itself.
             for leader in self._route:
                 if _names(error.peer, leader):
                     return leader

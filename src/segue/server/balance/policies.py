@@ -95,9 +95,9 @@ class PowerOfTwo:
 class PrefixAware:
     """The replica that has the longest prefix of this prompt, while loads stay balanced.
 
-    Of replicas that `index` knows it says what they have. Of the others, and of what was sent so lately that
-    it may still be computed there (it is among the last placements, as many as requests are in flight), the
-    guess is that a replica has what it was sent. For that, prefixes are remembered per block of
+    `index` says which prefixes the replicas have that it knows. For other replicas, and for prompts among the
+    last placements (as many as requests are in flight), which may still be computed, the guess is that a
+    replica has the prompts that were sent to it. For that, prefixes are remembered per block of
     `block_tokens` tokens as a chained, explicitly seeded hash (never Python's `hash()`, which differs between
     processes), at most `max_blocks` of them, the least recently used forgotten first. A replica with more
     than `slack` requests over twice the least busy one is passed over: a hot prefix must not turn one replica

@@ -1,2 +1,2 @@
-"""Placement. Who is there (`membership`), who gets a request (`router`), and one request's life on
-them (`call`); `Fleet` puts them together as the backend of a frontend."""
+"""Placement: the replicas (`membership`), the choice for a request (`router`), and one request's life on them
+(`call`). `Fleet` is a frontend's backend made of them."""

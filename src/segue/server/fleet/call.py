@@ -1,8 +1,8 @@
 """One request on a fleet: its attempts, one after the other, their outputs, and its deadline.
 
 A pair is a transaction: both halves are submitted at once, an error of either ends the other at once, and the
-next attempt begins only after both halves of the last one have ended or were told to. What follows a failure
-is the router's decision; here it is carried out. The caller sees one stream of outputs that ends once.
+next attempt begins only after both halves of the last one have ended or were told to. The router decides what
+follows a failure; this module carries it out. The caller sees one stream of outputs that ends once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Attempt:
         #: Decode has sent a token: prefill has done its part, and nothing from there is heard any more.
         self._begun = False
         self._tokens = len(request.prompt) + request.sampling.max_tokens
-        #: Whose half may still run there.
+        #: Replicas whose half may still run.
         self._live: list[Replica] = []
 
     def start(self, budget_s: float) -> None:

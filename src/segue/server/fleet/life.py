@@ -12,7 +12,7 @@ import msgspec
 
 from segue.server.messages.records import RequestRecord
 
-#: What the record of a whole HTTP request is called; its samples and attempts have others.
+#: Name of the record of a whole HTTP request; its samples and attempts have other names.
 HTTP = "frontend http"
 
 

@@ -117,7 +117,7 @@ class Operator:
         raise NotFound(f"no instance {name[:64]!r} is registered; registered are: {there}")
 
     async def ps(self) -> list[Row]:
-        """All leaders. One that does not answer is a row that says so."""
+        """All leaders. A leader that does not answer gets a row that says so."""
         records = await self.instances()
         leaders = [(record, where) for record in records for _, where in record.leaders()]
         return await asyncio.gather(*(self._row(record, where) for record, where in leaders))
@@ -209,7 +209,8 @@ class Operator:
             seen |= there
 
     async def _still_there(self, record: InstanceRecord, rank: int) -> None:
-        """The registry lists it no more. One that begins anew lists nobody for a while, so ask itself."""
+        """The registry lists it no more. A registry lists nobody for a while after its start, so ask the
+        instance itself."""
         [where] = [where for where in record.replicas if where.dp_rank == rank]
         try:
             await self.ask(record, where, GetStatus(), _sight, ASK_S)
@@ -273,7 +274,7 @@ class Operator:
         self, request_id: str, frontend: Incarnation | None, record: InstanceRecord, where: ReplicaRecord
     ) -> Explained | SegueError:
         def done(answer: OperatorMessage) -> Explained | None:
-            # What a frontend has said names the asker, who is us.
+            # A frontend's answer names its asker: us.
             if not isinstance(answer, Explained) or (answer.asker is None) != (frontend is None):
                 return None
             return answer if frontend in (None, *answer.frontends) else None

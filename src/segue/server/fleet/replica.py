@@ -41,7 +41,7 @@ class Replica:
     listed: bool = True
     running: dict[str, OutputSink] = field(default_factory=dict)
     tokens: int = 0
-    # Who it is stays, whatever the registry says of it next.
+    # Fixed: later records of the registry do not change them.
     role: Role = field(init=False)
     leader: LeaderId = field(init=False)
     #: as `ErrorInfo.origin` names it

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from segue.kv import ErrorCode, SegueError
 
 LONGEST_S = 60
-#: What the latest request adds to the mean.
+#: The weight of the latest request in the mean.
 WEIGHT = 1 / 16
 
 

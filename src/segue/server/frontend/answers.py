@@ -399,7 +399,7 @@ class CompletionAnswer(TemplatedAnswer):
         return out
 
     def shown_logprobs(self, choice: Choice, piece: Piece) -> dict[str, list[Any]]:
-        """See `Answer.shown_logprobs`. Those of a repeated prompt are in its first piece."""
+        """See `Answer.shown_logprobs`. The log-probabilities of a repeated prompt are in its first piece."""
         logprobs = [] if self._echo_only else list[TokenLogprob | None](piece.logprobs)
         ids = [] if self._echo_only else [lp.token for lp in piece.logprobs]
         if self._echo is not None and piece.prompt_logprobs is not None:

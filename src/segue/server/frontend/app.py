@@ -259,7 +259,7 @@ class OpenAIServer:
         if self._in_threads >= self.settings.limits.max_queue and not last:
             raise OutOfCapacity("too many prompts are being tokenized")
         self._in_threads += 1
-        # Of a request that has ended meanwhile nothing may stay in the threads' queue.
+        # A request that ends meanwhile leaves nothing in the threads' queue.
         todo = [work]
         del work
         try:
@@ -581,7 +581,7 @@ def build_app(api: OpenAIServer, keys: ApiKeys | None = None) -> AsgiApp:
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        # What is asked most passes none of Starlette's layers.
+        # The most frequent requests skip Starlette's layers.
         found = generating.get(scope["path"], rest) if scope["method"] == "POST" else rest
         await found(scope, receive, send)
 

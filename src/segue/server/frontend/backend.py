@@ -14,7 +14,7 @@ class Generation(Protocol):
 
     async def deliver(self, take: Callable[[Output], Wait | None]) -> None:
         """Call `take` with each output, in order, until one has `finish`: at the moment it arrives, unless
-        what `take` has returned last is still awaited. What `take` raises ends it.
+        what `take` has returned last is still awaited. An exception of `take` ends it.
 
         A failure is raised as the SegueError it is, exactly once, at the latest after the budget of `submit`.
         """
@@ -27,7 +27,7 @@ class Generator(Protocol):
     def submit(self, request: Request, *, budget_s: float) -> Generation:
         """Run `request`. Raises OutOfCapacity, Draining and DpRankOutOfRange before anything was started.
 
-        It has `budget_s` seconds. Whoever does not hear it to its end calls `complete` or `cancel`.
+        It has `budget_s` seconds. A caller that does not read it to its end calls `complete` or `cancel`.
         """
         ...
 

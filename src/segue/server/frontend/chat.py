@@ -133,7 +133,7 @@ def _past_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise BadParam(f"{where}[{i}].function.name: a name is needed", f"{where}[{i}].function")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            # OpenAI sends JSON text; templates print objects. What is not JSON stays as it was.
+            # OpenAI sends JSON text; templates print objects. Other text stays as it was.
             with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments) if arguments else {}
         out.append({**call, "type": "function", "function": {**function, "arguments": arguments}})

@@ -149,7 +149,7 @@ class StopStrings:
         self._include = include
         self._held = ""
         self.matched: str | None = None
-        self.rest = ""  # what came after the match in the piece that completed it
+        self.rest = ""  # the text after the match in the piece that completed it
 
     @property
     def watches(self) -> bool:

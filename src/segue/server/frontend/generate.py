@@ -154,7 +154,7 @@ class Meter:
         self._metrics.aborts.labels(reason).inc()
 
 
-#: What becomes of a piece of the sample with this index; the answer as in `Generation.deliver`.
+#: Takes a piece of the sample with this index; returns what `Generation.deliver` expects.
 Take = Callable[[int, Piece], Wait | None]
 
 

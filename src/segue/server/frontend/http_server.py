@@ -13,11 +13,12 @@ from segue.kv.session import listening
 from segue.server.frontend.problems import body_of
 from segue.server.http.guarded_http import Guard, GuardedServer, connection_bounds, raise_descriptor_limit
 
-#: Of a request's head, in seconds.
+#: Deadline of a request's head, in seconds.
 HEAD_S = 10.0
-#: Of its body's last byte. The application gives up on a body before, and counts it.
+#: Deadline of its body's last byte. The application gives up on a body before, and counts it.
 REQUEST_S = 75.0
-#: Of a connection between two requests: longer than proxies keep theirs (60), so that they close first.
+#: Limit of an idle connection between two requests: longer than that of proxies (60), so that they close
+#: first.
 IDLE_S = 75.0
 _TLS_HINT = "this server speaks plain HTTP: use http://, or put a proxy with a certificate in front of it"
 

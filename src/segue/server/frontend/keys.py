@@ -21,10 +21,10 @@ from segue.server.settings.shared_config import AccessConfig
 
 log = logging.getLogger("segue.frontend.keys")
 
-#: What probes ask, which have no key.
+#: Paths for probes, which have no key.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 MAX_KEY_CHARS = 4096
-#: What a header can carry as one word.
+#: Characters that a header can carry as one word.
 _LEGAL = re.compile(r"[\x21-\x7e]+")
 _MAX_FILE_BYTES = 2**20
 

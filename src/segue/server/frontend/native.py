@@ -19,7 +19,7 @@ _DEFAULT_TOKENS = 128
 _encode: Final = msgspec.json.Encoder().encode
 _OFF: Final[tuple[object, ...]] = (False, 0, "", [], {})
 
-#: Of `/generate`.
+#: Fields refused in `/generate`.
 REFUSED_IN_GENERATE: Final[Refused] = {
     "audio_data": _OFF,
     "custom_logit_processor": _OFF,
@@ -31,7 +31,7 @@ REFUSED_IN_GENERATE: Final[Refused] = {
     "session_params": _OFF,
     "video_data": _OFF,
 }
-#: Of its `sampling_params`.
+#: Fields refused in its `sampling_params`.
 REFUSED_IN_SAMPLING_PARAMS: Final[Refused] = {
     "custom_params": _OFF,
     "ebnf": _OFF,
@@ -160,7 +160,7 @@ def native_plan(
 #: is more, events come for several tokens at once, and the bytes of a stream grow as its tokens and not as
 #: their square.
 EVENT_BYTES: Final = 32 * 2**10
-#: What small events leave over for large ones.
+#: Bytes that small events may leave over for large ones.
 _MAX_CREDIT: Final = 2**20
 
 

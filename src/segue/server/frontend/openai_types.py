@@ -179,7 +179,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
 
 
-#: What each kind of body refuses by name.
+#: Fields that each kind of body refuses by name.
 _REFUSED: dict[type[msgspec.Struct], Refused] = {
     ChatBody: REFUSED | REFUSED_IN_CHAT,
     CompletionBody: REFUSED | REFUSED_IN_COMPLETIONS,

@@ -91,8 +91,8 @@ def rank_hints(body: GenerateFields) -> RankHints:
 def waiting_order(body: GenerateFields, tenant: str, *, trusted: bool) -> tuple[int, str]:
     """Priority and tenant of a request; `tenant` is the one of its API key, if the server has several.
 
-    What a client says of itself counts if it is `trusted`: its priority, and where its key names no tenant a
-    digest of its `user`. Others would choose their own place among all.
+    The fields of a `trusted` client count: its priority, and a digest of its `user` if its key names no
+    tenant. Other clients would choose their own place among all.
     """
     priority = body.priority or 0
     if not -(2**31) <= priority < 2**31:

@@ -20,7 +20,7 @@ TOKEN_BYTES: Final = 40
 SAMPLE_BYTES: Final = 8192
 #: Bytes of one log-probability and its token, as JSON.
 LOGPROB_BYTES: Final = 60
-#: What decoded values may weigh together in any case. While msgspec decodes a body nothing else of the
+#: The largest weight of all decoded values together. While msgspec decodes a body nothing else of the
 #: process runs, in whichever thread that is.
 MAX_WEIGHT: Final = 2**20
 #: A list or an object weighs as many values: it takes as long to make.

@@ -1,7 +1,7 @@
 """The sampling settings of requests that do not name them: the model's, or OpenAI's.
 
 A model's `generation_config.json` says how its makers sample from it; other servers apply it by default, and
-so does this one (`--sampling-defaults model`). What a client names always wins, 0 and 1 included.
+so does this one (`--sampling-defaults model`). A value in the request always wins, 0 and 1 included.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class ModelTokenizer:
                 **variables,
             )
         except (jinja2.TemplateError, ValueError, TypeError, RecursionError) as error:
-            # What a template raises is about the messages it was given: it is the client's to read.
+            # A template's exception is about the client's messages, so the client gets its text.
             raise BadParam(f"the chat template refuses these messages: {error}", "messages") from None
         return text
 

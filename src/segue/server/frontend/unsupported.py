@@ -1,8 +1,8 @@
 """Fields that would change the answer and are not built: refused by name, never passed over.
 
 From OpenAI's API, vLLM's and SGLang's extra parameters and a few samplers of others. Each stands with the
-values that ask for nothing: clients and routers send those (null always is one). What is in none of these
-tables and no field of `openai_types` changes no answer, and is ignored; docs/http.md lists all three kinds.
+values that ask for nothing: clients and routers send those (null always is one). A field that is in none of
+these tables and not in `openai_types` changes no answer, and is ignored. docs/http.md lists all three kinds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Refused = Mapping[str, tuple[object, ...]]
 
 _OFF: Final[tuple[object, ...]] = (False, 0, "", [], {})
 
-#: Of both endpoints.
+#: Refused in both endpoints.
 REFUSED: Final[dict[str, tuple[object, ...]]] = {
     # OpenAI
     "audio": _OFF,
@@ -81,7 +81,7 @@ REFUSED: Final[dict[str, tuple[object, ...]]] = {
     "xtc_probability": _OFF,
 }
 
-#: Of chat alone: the other endpoint has them.
+#: Refused in chat alone: the other endpoint has them.
 REFUSED_IN_CHAT: Final[dict[str, tuple[object, ...]]] = {
     "add_special_tokens": _OFF,
     "best_of": (1,),
@@ -89,16 +89,16 @@ REFUSED_IN_CHAT: Final[dict[str, tuple[object, ...]]] = {
     "suffix": _OFF,
 }
 
-#: Of text completions alone.
+#: Refused in text completions alone.
 REFUSED_IN_COMPLETIONS: Final[dict[str, tuple[object, ...]]] = {
     "tools": _OFF,
     "top_logprobs": (),
 }
 
-#: Of `/tokenize`.
+#: Refused in `/tokenize`.
 REFUSED_IN_TOKENIZE: Final[Refused] = {"return_token_strs": _OFF}
 
-#: Of `structured_outputs`.
+#: Refused in `structured_outputs`.
 REFUSED_IN_STRUCTURED_OUTPUTS: Final[Refused] = {
     "disable_additional_properties": _OFF,
     "disable_any_whitespace": _OFF,

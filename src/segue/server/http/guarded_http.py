@@ -1,8 +1,8 @@
 """uvicorn behind a `GuardedListener`: every HTTP server of segue. Nothing else touches uvicorn.
 
 - A connection is *pending* until one of its requests has proven itself; pending ones are few, in all and from
-  one address. What is a proof is the server's choice: a secret (the registry), a whole head (the public
-  server), nothing (an instance's server).
+  one address. The server chooses the proof: a secret (the registry), a whole head (the public server), none
+  (an instance's server).
 - Each request, also a later one, has a deadline for its head and for its last byte, and a bound for its head:
   a slow or endless one costs one connection for seconds.
 - When all places are taken, a client that waits for nothing is closed first; one that is answered never is.
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 #: In an ASGI scope: call it when the request has proven who it comes from. May raise OutOfCapacity.
 LET_IN: Final = "segue.let_in"
 
-#: Of a request's line and headers together, and of the trailers after its body.
+#: Limit of a request's line and headers together, and of the trailers after its body.
 MAX_HEAD_BYTES: Final = 64 * 2**10
 #: Requests that one connection may have sent ahead of their answers.
 MAX_PIPELINED: Final = 16
@@ -142,7 +142,7 @@ class GuardedHttp(HttpToolsProtocol):
         #: Requests that have not been answered, the oldest first. uvicorn knows the newest only, and would
         #: tell no other that the client has left.
         self._open: list[HttpExchange] = []
-        #: Of what is being received, a head or a body.
+        #: Deadline of the head or body that is being received.
         self._late = Deadline(self.loop, self._too_late)
 
     def refuse_when_made(self, error: SegueError) -> None:
@@ -237,7 +237,7 @@ class GuardedHttp(HttpToolsProtocol):
         del self._open[0]
         super().on_response_complete()
         if self._late.is_set and self._in_head:
-            # What came meanwhile was not read: its time begins now.
+            # Bytes that came meanwhile were not read: their time begins now.
             self._restart_clock(self.loop.time())
         self.server_of.settle(self)
 

@@ -152,9 +152,9 @@ class Instance:
         self._publisher: KVPublisher | None = None
         self.http: GuardedServer | None = None
         self._direct_server: LazyDirectServer | None = None
-        #: What clients of the direct-mode server must show, if there are any.
+        #: Keys that clients of the direct-mode server must show, if there are any.
         self._keys = ApiKeys(read_keys(config.access), config.access.prefix_cache_sharing)
-        #: What this process serves with once `run` has returned, if it was switched.
+        #: The configuration to serve with once `run` has returned, if the instance was switched.
         self.next_config: InstanceConfig | None = None
         #: Why this instance leaves, if something failed that it cannot be without.
         self.failure: SegueError | None = None
@@ -205,7 +205,7 @@ class Instance:
         self.frontends.report(load)
         self.operators.report(load)
         if load.drained and self._sights.held and self.operators.watched:
-            # What a rank or the protocol still has to answer ends without a report of the leader.
+            # Answers of a rank or of the protocol change the load without a report of the leader.
             self.plane.io.loop.call_later(LOOK_AGAIN_S, self._ask_load, self._reported)
 
     def _prefixes(self, only: Incarnation | None, events: list[KVEvent]) -> None:
@@ -368,7 +368,7 @@ class Instance:
             role=self.config.role,
             model=self.model,
             served_model=self.config.served_model,
-            # What every request gets that is accepted: no sequence is longer than the pool.
+            # Every accepted request gets it: no sequence is longer than the pool.
             context_tokens=self.scheduler.admission.room_tokens,
             source=self.config.model,
             dp_size=self.dp.size,

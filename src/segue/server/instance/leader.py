@@ -41,7 +41,7 @@ from segue.server.schedulers.scheduler import Scheduler
 log = logging.getLogger("segue.leader")
 
 LOAD_INTERVAL_S = 0.1
-#: What hand-offs that have failed with the whole replica get to end on both sides.
+#: Time for hand-offs to end on both sides after the whole replica has failed.
 ABANDON_S = 5.0
 #: After a forward the load is told a moment later, unless another one follows at once: what came of the
 #: forward is on its way, and the I/O thread needs the interpreter's lock for it.
@@ -214,8 +214,8 @@ class Leader:
         return True
 
     def decide(self) -> Sequence[SequenceStep]:
-        """Handle what is in the inbox and decide the next forward. What is known already (first tokens,
-        failures) leaves before it."""
+        """Handle what is in the inbox and decide the next forward. First tokens and failures that are known
+        already leave before it."""
         self._take(block=False)
         now, steps, answers = self.clock.now(), list[SequenceStep](), -1
         while not steps and len(self.scheduler.outbox) != answers:
@@ -409,9 +409,9 @@ class Leader:
     def _broken(self, item: Item, error: ErrorInfo, now: float) -> None:
         """Handling `item` hit a bug: its request ends now, on both sides, and not by its deadline.
 
-        What is said only once and gives something back is shown once more: with a hand-off's last word its
-        pages would be lost, with a frontend's end its requests would go on. A machine of the exchange gets no
-        such second try (`kv.protocol.machine`).
+        An item that comes only once and frees something is handled once more. Without a hand-off's last
+        message its pages would be lost; without a frontend's end its requests would continue. A machine of
+        the exchange gets no such second try (`kv.protocol.machine`).
         """
         try:
             match item:

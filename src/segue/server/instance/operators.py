@@ -36,8 +36,8 @@ class OperatorSessions:
 
     `ask` has the leader say its load, on its own thread, and calls back here: one that stands still answers
     nobody. `sight` says what the instance is doing, `steer` carries an order out or raises a SegueError.
-    `find` has the leader look for a request's records. What `frontends` know an operator asks through us.
-    `record` is what a registry is told.
+    `find` has the leader look for a request's records. An operator asks `frontends` for their records through
+    us. `record` is what a registry is told.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class ServeOrder(msgspec.Struct, frozen=True, tag=True):
     transports: list[str]
 
 
-#: What goes over the link between a leader and the process of a rank, beside hand-offs.
+#: Messages over the link between a leader and the process of a rank, beside hand-offs.
 Messages = HereWord | SetUpOrder | LoadedWord | CannotWord | RankMessage
 #: How often the interpreter lets another thread run: the I/O thread of a rank must not wait 5 ms for one that
 #: computes between two torch calls.
@@ -182,7 +182,7 @@ class HandOffs:
 def _serve(link: RankLink) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with frozen_imports():
-        # What takes seconds to import, before the ranks wait for one another.
+        # Imports that take seconds come before the ranks wait for one another.
         importlib.import_module("transformers.modeling_utils")
         from segue.engine.cpu.cpu_forward import load_forward
         from segue.engine.ranks.collectives import join, meeting_point

@@ -68,7 +68,7 @@ class RoleLifecycle:
                 return
             me = LeaderId(successor(instance.me.incarnation, config.role), instance.me.dp_rank)
             self.instance = self._made(config, me)
-            # What happened to requests is still asked for.
+            # `segue explain` still asks for the records of earlier requests.
             self.instance.scheduler.admission.records = instance.scheduler.admission.records
             # The collector was told to keep what the first role needed.
             del instance

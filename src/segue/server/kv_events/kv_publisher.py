@@ -78,7 +78,8 @@ class KVPublisher:
         self._dp_rank = dp_rank
         self._encoder = msgspec.msgpack.Encoder()
         self._dropped = 0
-        #: What `publish` has made and our thread has not taken: how many numbers to leave out, and a batch.
+        #: Batches from `publish` that our thread has not taken, each with how many numbers to leave out
+        #: before it.
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
         self._lock = threading.Lock()
@@ -108,7 +109,7 @@ class KVPublisher:
         self._server = _Server(self.first_number, topic, lambda: self._payload([]))
         self._io.start()
         self._io.post(self._server.open, sockets)
-        # Whoever followed an earlier process at this address has nothing of what it knows.
+        # Knowledge from an earlier process at this address is wrong for this one.
         self.publish([AllBlocksCleared()])
 
     def publish(self, events: list[KVEvent]) -> None:
@@ -276,7 +277,7 @@ class _Port:
         self._most = most
         self._gone = asyncio.Event()
         self._sock = sock
-        # What a connection is accepted with: else the kernel lets megabytes wait for each.
+        # Accepted connections inherit it; otherwise the kernel lets megabytes wait for each.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK)
         self.listener = GuardedListener(
             lambda: _Client(self),
@@ -408,7 +409,7 @@ class _Client(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._held = True
-        # One that reads nothing must not make us answer.
+        # A client that reads nothing must not make us answer.
         self._listen(False)
         self._deadline.set(self._loop.time() + STALL_S)
 
@@ -551,7 +552,7 @@ class _Client(asyncio.Protocol):
         """The next at most `CHUNK` bytes; returns what they cost."""
         cost = 0
         if not self._rest:
-            self.at = max(self.at, self._server.first)  # what is not kept any more is missed
+            self.at = max(self.at, self._server.first)  # skips batches that are not kept any more
             if self.at >= (self._server.end if self._until is None else self._until):
                 return 0
             number, payload = self._server.kept[self.at]

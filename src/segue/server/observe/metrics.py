@@ -20,7 +20,7 @@ from segue.engine.request import Usage
 from segue.kv import ErrorCode
 from segue.server.messages.control import Load
 
-#: What `Output.timeline` names: where the time to the first token went.
+#: Names in `Output.timeline`: the parts of the time to the first token.
 PHASES = ("queue", "bootstrap", "reserve", "prefill", "wire", "commit")
 
 _FAST_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)

@@ -22,7 +22,7 @@ log = logging.getLogger("segue.traces")
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-#: What is waited for the last spans to leave, in milliseconds.
+#: The wait for the last spans to leave, in milliseconds.
 _FLUSH_MS = 3000
 _NS = 10**9
 

@@ -1,1 +1,1 @@
-"""The registry. Who is there, at which address, in which incarnation."""
+"""The registry: the instances, their addresses and their incarnations."""

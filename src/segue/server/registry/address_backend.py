@@ -124,13 +124,14 @@ class AddressBackend(RegistryBackend):
             found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
         except OSError as error:
             self._say((name, port), str(error))
-            return []  # of a service without instances the name is not known: nobody is there yet
+            return []  # a service without instances has no name in DNS: no instance yet
         return sorted({(str(where[0]), port) for *_, where in found})[:MAX_ADDRESSES]
 
     async def _dial(self, address: Address) -> None:
         try:
             session = await self._node.connect(*address, timeout_s=self._patience_s)
-            # One that has ended before we came here has had its `closed`, and would never be dialled again.
+            # A session that has ended before this point had its `closed` already, and would never be dialled
+            # again.
             if self._node.sessions.get(session.peer.leader) is session:
                 self._sessions[address] = session
             self._said.pop(address, None)

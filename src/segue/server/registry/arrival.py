@@ -28,9 +28,9 @@ async def arrival(
 ) -> bool:
     """Return True once the registry at `url` answers us, False if `stop` is set before.
 
-    What time can heal (nobody listens, the name is not known yet, no answer) is waited for, `wait_s` in all,
-    then BootstrapUnreachable; anything else (a wrong secret, no registry of ours, TLS) is raised at once.
-    `say` hears at once what is waited for, and then every `SAY_EVERY_S`.
+    Errors that time can heal (nobody listens, the name is not known yet, no answer) are waited for, `wait_s`
+    in all, then BootstrapUnreachable. Other errors (a wrong secret, no registry of ours, TLS) are raised at
+    once. `say` is called at once with the reason for the wait, and then every `SAY_EVERY_S`.
     """
     backend = open_backend(url, secret, limits, tls)
 

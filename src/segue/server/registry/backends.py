@@ -291,7 +291,7 @@ def unreachable(who: str, error: httpx.HTTPError | ssl.SSLError, *, encrypted: b
         return PeerRefused(f"{who}: {explain_tls(reason)}")
     text = f"{who} cannot be reached: {str(error) or repr(error)}"
     if encrypted and not isinstance(error, httpx.ConnectError):
-        # Of TLS 1.3 the client hears nothing when the server rejects its certificate.
+        # With TLS 1.3 the client hears nothing when the server rejects its certificate.
         text += "; it may not accept our --tls-cert (then its log says why)"
     elif encrypted and not str(error):  # it has closed the connection in the handshake
         text += "; it may not speak TLS"

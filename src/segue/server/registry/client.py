@@ -40,7 +40,7 @@ from segue.server.registry.waiting import SystemClock
 T = TypeVar("T")
 ErrorReport = Callable[[SegueError], None]
 
-#: What ends a keep-alive: the registry contradicts us, or this incarnation is over. Anything else
+#: Errors that end a keep-alive: the registry contradicts us, or this incarnation is over. Anything else
 #: (away, full, a wrong secret until somebody corrects it) may pass.
 _OVER = (PeerRestarted, Draining, DpRankConflict, DpRankOutOfRange, InvalidRequest)
 
@@ -95,7 +95,7 @@ class Registry(InstanceWatch, Protocol):
 
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
         """Flag that the ranks that were registered here take no new work, or take it again (of an instance
-        that was not: all of its ranks). What the registry did not hear is told by the next keep-alive."""
+        that was not: all of its ranks). The next keep-alive repeats a flag that the registry did not hear."""
         ...
 
     async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
@@ -136,7 +136,7 @@ class BackendRegistry:
         self._rooms: dict[int, tuple[LeaderId, float]] = {}
         #: the life of the registry that has answered last
         self._epoch = ""
-        #: those of the rooms that it has forgotten, and that it has forgotten some
+        #: rooms that the registry has forgotten and not been told again, and whether there are any
         self._unsaid_rooms: list[int] = []
         self._forgotten = asyncio.Event()
         self._left: dict[Incarnation, asyncio.Event] = {}

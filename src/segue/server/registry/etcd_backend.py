@@ -142,7 +142,7 @@ class EtcdBackend(RegistryBackend):
             raise Draining(f"rank {leader} has left the registry and cannot come back")
 
     async def _check(self, record: InstanceRecord) -> None:
-        """Refuse what contradicts somebody who is alive. Of two that come at once watchers take the first."""
+        """Refuse a record that contradicts a live instance. If two come at once, watchers take the first."""
         others = [r for r in await self._all() if r.replicas and not _replaced(r, record)]
         known = listed(others)
         known.register(record, record.replicas[0].dp_rank)

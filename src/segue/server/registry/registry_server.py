@@ -208,7 +208,7 @@ def registry_app(
                     _authenticate(request, secret)
                     if (let_in := request.scope.get(LET_IN)) is not None:
                         let_in()
-                if request.method != "PUT":  # whose body is still to be read
+                if request.method != "PUT":  # the body of a PUT is still to be read
                     _verify(request)
                 return await handler(request)
             except SegueError as error:

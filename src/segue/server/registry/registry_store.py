@@ -1,8 +1,8 @@
 """The registry's tables. Pure: time is injected, nothing waits here.
 
 An entry is what one incarnation said of itself, once; the only change it may make is the drain
-flag of a rank. Ranks are kept alive by saying the same again. Whoever waits for something subscribes and
-looks again when called.
+flag of a rank. Ranks are kept alive by saying the same again. A caller that waits subscribes, and looks again
+when it is called.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOPOLOGY: Final = 0
 TIMERS: Final = -1
 
 _MAX_TEXT = 512
-#: Of `source`, which may be a path.
+#: Limit of `source`, which may be a path.
 _MAX_SOURCE = 4096
 
 

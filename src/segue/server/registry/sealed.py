@@ -1,7 +1,7 @@
 """Values in a store that others can write to: each carries a code that only the deployment's secret makes.
 
-The code covers the key, so that no value can be moved to another. Who may write there can still delete a
-value or bring back an old one; that reveals nothing, for sessions prove who is at an address.
+The code covers the key, so that no value can be moved to another. A writer to the store can still delete a
+value or bring back an old one. That reveals nothing, because sessions prove who is at an address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Seal:
 
     def __init__(self, secret: bytes | None) -> None:
         self._key = hmac.digest(secret or b"", b"segue registry record v1", "sha256")
-        #: What the keys of this deployment begin with: two that share a store do not meet.
+        #: Prefix of this deployment's keys: two deployments can share a store.
         self.prefix = b"/segue/" + hmac.new(self._key, b"prefix", "sha256").hexdigest()[:16].encode() + b"/"
 
     def _code(self, key: bytes, body: bytes) -> bytes:

@@ -30,8 +30,8 @@ ASLEEP_S = 2.0
 class AwakeClock:
     """A monotonic clock without the time in which this process stood still.
 
-    What the instances said meanwhile waits in the sockets: nobody may be given up for a silence that
-    was ours. Whoever holds it asks it every `LOOK_S`; `clock` is the time that it corrects.
+    Messages of the instances wait in the sockets meanwhile: no instance may be given up for a silence that
+    was ours. Its owner calls it every `LOOK_S`; `clock` is the time that it corrects.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:

@@ -59,7 +59,7 @@ class Admission:
         self._deadlines: list[tuple[float, int]] = []
         self._next_seq = 1
         self._spent = SpentTickets(config.limits.max_spent_tickets)
-        #: what happened to the latest requests
+        #: records of the latest requests
         self.records = Records()
 
     def check(self, origin: Incarnation, submit: Submit, now: float) -> RequestState:

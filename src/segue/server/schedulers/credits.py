@@ -1,6 +1,6 @@
 """How far ahead decode reserves: the credits of the prompts that prefill has not handed over yet.
 
-A reservation is what lets prefill compute a prompt. One that is given early keeps memory from sequences that
+A reservation is what lets prefill compute a prompt. An early reservation keeps memory from sequences that
 run, for as long as the prompt queues for prefill. So only a part of the pool is given ahead, whatever prefill
 has to compute; what is left over waits here without memory, and prefill, which may not compute it, holds none
 for it either. It all counts in `max_queue`, beyond which a request is refused (429).

@@ -1,8 +1,8 @@
 """The KV pages of an instance: its pool, and over it the tree of prefixes that lie complete in it.
 
-Some models keep a state of fixed size beside the KV (`KVShape.state`). Of such a model a request also has a
-slot, from the moment it has pages until it has them no longer; the slots are a pool like that of the pages.
-KV is worth nothing there without the state at its end, which nobody has kept: nothing goes into the tree.
+Some models keep a state of fixed size beside the KV (`KVShape.state`). A request of such a model also has a
+slot for as long as it has pages. The slots are a pool like that of the pages. KV is worth nothing there
+without the state at its end, which nobody has kept: nothing goes into the tree.
 """
 
 from __future__ import annotations

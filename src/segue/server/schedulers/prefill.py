@@ -79,7 +79,8 @@ class PrefillScheduler(Scheduler):
         #: how many of them have ended because no decode came
         self.abandoned = 0
         self._steps: list[SequenceStep] = []
-        #: of each sequence of the newest forward, when so many layers of its chunk are complete
+        #: by sequence of the newest forward: a number of layers of its chunk, and the event of their
+        #: completion
         self._moments: dict[int, list[tuple[int, ReadyEvent]]] = {}
 
     # ---- admission ----------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class PrefillScheduler(Scheduler):
         self._unbound[entry.state.sent_as] = entry
 
     def _evict(self, now: float) -> bool:
-        """End the oldest room that no decode has bound, if it is stale. What it holds is free soon."""
+        """End the oldest room that no decode has bound, if it is stale. Its memory is free soon."""
         entry = next(iter(self._unbound.values()), None)
         self._evict_at = None if entry is None else entry.state.entered + STALE_S
         if entry is None or now < entry.state.entered + STALE_S:
@@ -292,8 +293,8 @@ class PrefillScheduler(Scheduler):
         self._start_unbound(now)
 
     def plan(self, now: float) -> list[SequenceStep]:
-        """The next forward: chunks of prompts whose destination is known. What was cached of a prompt leaves
-        as it starts; the chunks are sent, too, and leave when the forward says that they are stored."""
+        """The next forward: chunks of prompts whose destination is known. The cached part of a prompt is sent
+        as its first forward starts, and each chunk when the forward reports it stored."""
         self._moments, self._steps = {}, []
         planned = self.queue.plan(self.config.chunk_tokens, now)
         if self.queue.short is not None:

@@ -86,7 +86,7 @@ class PrefillQueue:
     def complete(self, state: RequestState, step: SequenceStep, result: SequenceResult | None) -> None:
         """A chunk has been computed. The request leaves the queue with its last one.
 
-        What was computed is for the caller to remember, once it needs nothing more urgently.
+        The caller remembers the computed tokens, after more urgent work.
         """
         state.computed = step.span.end
         if result is not None and result.prompt_logprobs is not None:

@@ -169,8 +169,8 @@ class RequestState:
 
 
 def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int) -> Usage:
-    """The sources of the KV of a prompt of `prompt_tokens`. What both sides had cached counts as decode's. In
-    a continuation the counts go beyond the prompt; a cached prefix begins with it."""
+    """The sources of the KV of a prompt of `prompt_tokens`. A prefix that both sides had cached counts as
+    decode's. In a continuation the counts go beyond the prompt; a cached prefix begins with it."""
     shared = min(decode_cached, prefill_cached, prompt_tokens)
     cached = min(prefill_cached, prompt_tokens) - shared
     return Usage(

@@ -20,7 +20,7 @@ from segue.server.schedulers.request_state import RequestState, claim_of
 
 MAX_ENTRIES = 256
 MAX_BYTES = 64 * 2**20
-#: What a token of a remembered prompt may take here.
+#: Bytes that a token of a remembered prompt may take here.
 _TOKEN_BYTES = 36
 
 

@@ -48,11 +48,11 @@ class Scheduler(ABC):
         self.config = config
         self.cache = KVCache(pool, engine.spec.slots)
         self.admission = Admission(config, engine.info, pool.total * pool.page_tokens)
-        #: what an engine's bug was caught at, and the bug, for the log
+        #: bugs of the engine for the log: the call that raised, and the exception
         self.bugs: list[tuple[str, Exception]] = []
-        #: what the running forward computes, by sequence
+        #: requests of the running forward, by sequence
         self._computing: dict[int, RequestState] = {}
-        #: what of it has ended meanwhile, and why
+        #: its requests that have ended meanwhile, and why
         self._held: list[tuple[RequestState, ErrorInfo | None]] = []
 
     # ---- admission ---------------------------------------------------------------------------

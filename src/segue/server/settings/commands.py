@@ -48,7 +48,7 @@ CHECKSUM_HELP = (
 )
 DP_HELP = "data-parallel ranks of one instance: each is a process with an engine, a pool and ports of its own"
 
-#: Of these each DP rank has one of its own.
+#: Each DP rank has its own of these ports.
 _PORTS = ("port", "advertise_port", "data_port", "advertise_data_port", "http_port")
 
 
@@ -347,7 +347,7 @@ class InstanceConfig:
 
     def leader(self, incarnation: str, dp_rank: int) -> InstanceConfig:
         """The configuration of the process of one DP rank; memory and threads are those of one already."""
-        # Of the ports for data each worker of a leader has its own.
+        # Each worker of a leader has a data port of its own.
         steps = {name: self.size.ranks if name.endswith("data_port") else 1 for name in _PORTS}
         ports = {n: port + dp_rank * step for n, step in steps.items() if (port := getattr(self, n))}
         return dataclasses.replace(self, incarnation=incarnation, dp_rank=dp_rank, **ports)

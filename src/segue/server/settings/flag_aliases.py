@@ -54,7 +54,7 @@ _LOG_REQUESTS = (
     "each request is one line without its text; --log-level warning leaves out those that end well"
 )
 
-#: What vLLM, SGLang and others call it, by key: what it is here, or why it is not.
+#: Names in vLLM, SGLang and others: the name here, or why there is none.
 FLAG_ALIASES = {
     # the model
     "model_path": "--model",

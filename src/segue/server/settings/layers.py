@@ -288,8 +288,8 @@ _ALIKE = 0.76
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` (did you mean X?)` for the one of `names` that `name` is a slip of, or nothing. What all of them
-    begin with (`--`, `SEGUE_`) makes no two alike."""
+    """` (did you mean X?)` for the one of `names` that `name` is a slip of, or nothing. Their common prefix
+    (`--`, `SEGUE_`) does not count."""
     by_core = {_core(other): other for other in names}
     close = difflib.get_close_matches(_core(name), list(by_core), n=1, cutoff=_ALIKE)
     return f" (did you mean {by_core[close[0]]}?)" if close else ""

@@ -15,7 +15,8 @@ REVISION_HELP = "branch, tag or commit of a model of the Hub (default: main)"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_HELP = "type of weights and KV; auto is bfloat16 where the processor multiplies it, float32 elsewhere"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-#: Whose `priority` and `user` count where prompts wait: of clients that have shown an API key, all, or none.
+#: The clients whose `priority` and `user` count where prompts wait: those that have shown an API key, all, or
+#: none.
 CLIENT_ORDERS: Final = ("keys", "all", "none")
 _DEFAULTS: Final = Limits()
 
@@ -38,7 +39,7 @@ class ModelConfig:
     )
     kv_gib: float | None = number(
         "memory for the KV pool of one instance, in GiB (default: a bounded share of the free memory)",
-        low=2**-20,  # what the model needs at least is known once it is: see `kv_pool_bytes`
+        low=2**-20,  # the model's own minimum is checked by `kv_pool_bytes`
         high=2**20,
         metavar="G",
     )

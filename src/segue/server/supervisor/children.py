@@ -28,8 +28,8 @@ LAST_LINE_CHARS = 1000
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """A child to start: its name in logs, its role, its command and its environment. `sockets` are its alone
-    once it runs: their other ends are to see its end. One that is `told` reads messages from its standard
-    input (`Child.tell`)."""
+    once it runs: their other ends are to see its end. A `told` child reads messages from its standard input
+    (`Child.tell`)."""
 
     name: str
     role: Role
@@ -171,7 +171,7 @@ class Child:
             chunk_task = awaited(output.read(MAX_LINE_BYTES))
             await asyncio.wait({chunk_task, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not chunk_task.done():
-                # What was written before the end is in the pipe already; nothing else is waited for.
+                # Output from before the end is in the pipe already; nothing else is waited for.
                 await asyncio.wait({chunk_task}, timeout=0.2)
             if not chunk_task.done():
                 chunk_task.cancel()

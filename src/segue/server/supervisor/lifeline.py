@@ -21,7 +21,7 @@ import msgspec
 
 from segue.kv import DECODE_ERRORS, ErrorInfo, Role
 
-#: What the supervisor accepts as one report, in bytes.
+#: The largest report that the supervisor accepts, in bytes.
 MAX_REPORT_BYTES = 16 * 1024
 
 

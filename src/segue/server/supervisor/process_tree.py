@@ -31,9 +31,9 @@ log = logging.getLogger("segue.serve")
 
 #: How long a child may load before it counts as stuck.
 STARTUP_S = 600.0
-#: What a child gets beyond its own drain time before it is killed.
+#: Time that a child gets beyond its own drain time before it is killed.
 MARGIN_S = 5.0
-#: What children get to leave when the start has failed.
+#: Time for children to leave when the start has failed.
 ABORT_S = 5.0
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -338,7 +338,7 @@ class ProcessTree(ABC):
             unit.restarting = True
             self.restarting()
             log.warning("event=restarts child=%s in_s=%g", unit.name, pause_s)
-            # Of one incarnation are all or none: the other DP ranks finish what they have.
+            # All ranks of an incarnation run, or none: the other DP ranks finish their requests.
             await self._leave(unit.children, self._drain_s + MARGIN_S)
             await asyncio.sleep(pause_s)
             failed = await self._start(unit) or await self._started(unit.children)
@@ -387,7 +387,7 @@ class ProcessTree(ABC):
         others = [c for c in here if c.spec.role is not Role.FRONTEND]
         clean = await self._leave(frontends, patience_s)
         clean = await self._leave(others, patience_s) and clean
-        # Those that ended before they were asked to: while the frontend drained.
+        # Children that ended before they were asked to, while the frontend drained.
         early = [c for c in here if not c.told]
         for child in early:
             self._tell_end(child, "it is not started again")

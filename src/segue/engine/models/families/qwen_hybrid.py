@@ -64,7 +64,7 @@ class QwenHybrid(HybridFamily):
             elif "in_proj_qkvz" in dict(layer.linear_attn.named_children()):
                 _reorder_inputs(layer.linear_attn)
         rotary = body.rotary_emb
-        del body.rotary_emb  # what takes its place is no module
+        del body.rotary_emb  # its replacement is no module
         body.rotary_emb = _WholeHeads(rotary, body.config.head_dim)
 
 
