@@ -178,7 +178,7 @@ class Handles(ABC):
         self.handles: dict[RoomKey, KVSender | KVReceiver] = {}
         self._waits = Waits(threads or ThreadPerCall("segue-ready"))
         self._numbers = count(1)
-        #: those that somebody still has, by number
+        #: events that a caller still holds, by number
         self.moments: WeakValueDictionary[int, ReadyEvent] = WeakValueDictionary()
 
     @abstractmethod

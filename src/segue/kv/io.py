@@ -80,8 +80,8 @@ class LoopIo:
                     raise
 
     def yield_gil(self) -> None:
-        """Give the interpreter's lock once to a thread that waits for it. One that was just woken would
-        else get it only when the loop has nothing left to do."""
+        """Give the interpreter's lock once to a thread that waits for it. A thread that was just woken would
+        otherwise get it only when the loop is idle."""
         time.sleep(0)
 
 

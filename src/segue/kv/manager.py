@@ -1,7 +1,8 @@
 """`KVManager`: carries the hand-offs of one leader between engine, peers and transports.
 
 The protocol is `protocol.Exchange`, which does no I/O. The manager feeds it (engine, sessions, ranks, clock)
-and carries out its effects, all on one I/O thread. Of each hand-off it keeps the engine's handle alone.
+and carries out its effects, all on one I/O thread. The manager keeps only the engine's handle of each
+hand-off.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class KVManager(Handles):
         self.io.post(self.plane.drop_session, leader)
 
     def _peer_refused(self, leader: LeaderId, error: SegueError) -> None:
-        # What waits for this peer need not wait for its deadline to hear why.
+        # Hand-offs that wait for this peer end now with the reason, not by their deadline.
         if leader not in self._peers:
             self._handle(events.PeerDown(leader, error.info))
 

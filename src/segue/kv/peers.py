@@ -25,7 +25,7 @@ log = logging.getLogger("segue.kv")
 #: So much must have been written before a path's speed says something.
 MEASURED_BYTES = 2**20
 #: Peers between being let in and the opening of their session, which follow one another in milliseconds.
-#: What was found of any further one is found again.
+#: For a further peer the result is computed again.
 BETWEEN = 64
 
 
@@ -82,7 +82,7 @@ class Peer:
     early: list[HandoffMessage] = field(default_factory=list)
     word: asyncio.Future[PathMessage] | None = None
     checksum: ChecksumKind | None = ChecksumKind.XXH3
-    #: of the hand-off's messages
+    #: version of the hand-off's messages
     version: int = HANDOFF_VERSIONS.newest
 
     @property
@@ -96,7 +96,7 @@ class Peer:
         self.speed = PathSpeed(choice.transport, choice=choice)
 
     def on_path_message(self, message: PathMessage) -> None:
-        """The peer's word about the choice. One that comes too late, or again, changes nothing."""
+        """The peer's word about the choice. A late or repeated message changes nothing."""
         if self.word is not None and not self.word.done():
             self.word.set_result(message)
 
@@ -128,7 +128,8 @@ class Compatibility:
     def __init__(self, role: Role, info: LeaderInfo, kinds: TransportKinds) -> None:
         self._role = role
         self._kinds = kinds
-        #: What was ever said of ourselves, by its bytes: one more with each transport that was withdrawn.
+        #: All introductions of ourselves that were sent, by their bytes: one more with each withdrawn
+        #: transport.
         self._introductions: dict[bytes, LeaderInfo] = {}
         #: The peers that were let in and whose sessions have not opened; at most `BETWEEN`.
         self._checked: dict[PeerInfo, PeerPlan] = {}

@@ -77,8 +77,8 @@ def start_thread(name: str, run: Callable[[], None]) -> None:
 
 
 class ThreadPerCall(Executor):
-    """Runs each call on a thread of its own: one that hangs holds up no other one, nor the end of the
-    process. Who submits bounds how many there are."""
+    """Runs each call on a thread of its own: a call that hangs delays no other call, nor the end of the
+    process. The caller bounds their number."""
 
     def __init__(self, name: str, spawn: Callable[[str, Callable[[], None]], None] = start_thread) -> None:
         self._name = name

@@ -42,7 +42,7 @@ from segue.kv.transport.probe import decide, slow
 
 log = logging.getLogger("segue.kv")
 
-#: What a probe may take, of `connect_s`, from when a pool is mapped until prefill decides.
+#: The share of `connect_s` for a probe, from the mapping of a pool until prefill decides.
 PROBE_SHARE = 0.6
 #: For one transport, the first time. The late ones share what is left after that.
 EACH_S = 0.3
@@ -94,7 +94,7 @@ class TransportNegotiation:
 
     def withdraw(self, name: str, error: SegueError) -> SegueError:
         """This process cannot have what a path of the transport `name` takes: the pair meets anew without
-        it, if there is another. What to end the session with."""
+        it, if there is another. Returns the error to end the session with."""
         info = self._compatibility.info
         if self._ranks.withdraw(name):
             self._compatibility.say(msgspec.structs.replace(info, endpoints=self._ranks.endpoints))

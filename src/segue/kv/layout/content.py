@@ -235,16 +235,15 @@ def page_runs(
 def checksum(regions: Sequence[memoryview], content: Content) -> int:
     """XXH3-64 over `content` in the bytes of all `regions` of a rank's memory.
 
-    What lies in order is hashed where it is; of other layouts a piece of at most PIECE_BYTES at a time is put
-    into order. Raises Internal where a range lies outside its region: a shorter hash must not look like a
-    checksum.
+    Bytes in order are hashed in place; other layouts are put into order in pieces of at most PIECE_BYTES.
+    Raises Internal where a range lies outside its region: a shorter hash must not look like a checksum.
     """
     found = xxhash.xxh3_64()
     update, size = found.update, content.page_tokens
     starts = region_starts([len(region) for region in regions])
     memory, base, limit = regions[0], 0, len(regions[0])
     form: tuple[int, ...] = ()
-    row_bytes = 0  # of planes of this form whose tokens lie without gaps
+    row_bytes = 0  # for planes of this form, if their tokens lie without gaps
     for plane in content.planes:
         if len(regions) > 1:
             index = max(bisect_right(starts, plane.offset) - 1, 0)

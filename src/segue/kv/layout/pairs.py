@@ -1,9 +1,9 @@
 """How the KV that two ranks share lies on either side, and the blocks that move a stretch of it.
 
 A stretch of tokens in neighbouring pages has up to five axes on each side: layers, K and V, pages, tokens and
-heads. Axes that follow one another without a gap on both sides are one axis. What is contiguous on both sides
-is the row of a block, the two longest other axes are its rows and its groups, and each step along the others
-is another block.
+heads. Axes that follow one another without a gap on both sides are one axis. A stretch that is contiguous on
+both sides is the row of a block. The two longest other axes are its rows and its groups; each step along
+further axes is another block.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ Each rank holds a box of the model: some neighbouring layers of some neighbourin
 (`kv.layout.sides`). A pair is a source box and a target box that share something, and moves what they
 share: so the sides' parallel sizes need not be equal, nor divide one another.
 
-Several ranks of a side may hold the same box. Of such sources one sends, of such targets one receives and
-passes on to the others what it got (`PairPlan.relays`): each byte crosses the wire once. Sources that differ
-in nothing but their place in context parallelism share out the tokens of each chunk (`PairPlan.share`).
+Several ranks of a side may hold the same box. One of these sources sends. One of these targets receives, and
+passes the bytes on to the others (`PairPlan.relays`): each byte crosses the wire once. Sources that differ in
+nothing but their place in context parallelism share out the tokens of each chunk (`PairPlan.share`).
 
 A state that each sequence keeps beside its KV (`KVShape.state`) is one slot at one rank of either side: such
 models have one rank on each. It moves with the last chunk, as one block.

@@ -182,7 +182,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     items. So a run of neighbouring pages is one contiguous range per (layer, K or V), which attention
     reads without a gather and a transport moves in one block.
 
-    Of a model with a state there are `slots` of `shape.state_bytes` behind the pages, one beside the other.
+    For a model with a state `slots` of `shape.state_bytes` follow the pages, one beside the other.
     This version describes them behind a layer-major pool only.
     """
 

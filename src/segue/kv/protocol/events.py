@@ -173,8 +173,8 @@ class PeerUp:
 class PeerDown:
     """Session: the session to this leader has ended; fails exactly its transfers.
 
-    `dead` is True when the kernel or a transport proved that nothing of it lands any more. Of a transport
-    that is `over` its own path: another one may still carry bytes.
+    `dead` is True when the kernel or a transport proved that nothing of it lands any more. For a transport
+    that is `over` it covers that transport's path alone: another one may still carry bytes.
     """
 
     peer: LeaderId
@@ -330,8 +330,8 @@ class ComputeChecksum:
     """Either side: compute the checksum `kind` of `content` in the pool of our rank `rank`.
 
     Answered by exactly one `ChecksumReady`. Prefill hashes what it sends, decode what has landed. The
-    pages are read until the answer, so `Release` does not come before it. One that waits until the KV is
-    `ready` is answered with an error by the rank's `Fence` of `epoch`.
+    pages are read until the answer, so `Release` does not come before it. If it waits until the KV is
+    `ready`, the rank's `Fence` of `epoch` answers it with an error.
     """
 
     transfer: TransferId

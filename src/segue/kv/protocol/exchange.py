@@ -1,8 +1,8 @@
 """Every hand-off of one leader: routes events to rooms, receivers and machines, keeps time, remembers what is
 over.
 
-No I/O, no clock: `handle(event, now)` returns the effects that the caller carries out in order. What a
-hand-off holds lives in its machine; a machine belongs to a room (`Rooms`, on prefill) or a receiver
+No I/O, no clock: `handle(event, now)` returns the effects that the caller carries out in order. The state of
+a hand-off lives in its machine. A machine belongs to a room (`Rooms`, on prefill) or a receiver
 (`Receptions`, on decode), which speak with the engine. A hand-off without a machine has at most a tombstone.
 """
 
@@ -156,8 +156,8 @@ class Exchange:
     # ---- the face ------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """One event in, its effects out, in order. `now` never decreases between calls. Whatever it raises,
-        what it had `decided` before that is to be carried out."""
+        """One event in, its effects out, in order. `now` never decreases between calls. If it raises, carry
+        out the effects that it had `decided` before."""
         self._turn.now = now
         effects: list[Effect] = []
         self._turn.effects = effects

@@ -98,7 +98,7 @@ from segue.kv.protocol.tally import Fences
 from segue.kv.protocol.timers import DeadlineEntry
 
 Asked = TypeVar("Asked")
-#: What is done with an event. It answers None, or which of its row's states is next if there are several.
+#: Handles an event. Returns None, or the next state if its row has several.
 Handler = Callable[[Any, Any], enum.StrEnum | None]
 #: A handler and the next state, or the ones that it chooses from.
 Row = tuple[Handler, enum.StrEnum, *tuple[enum.StrEnum, ...]]
@@ -145,7 +145,7 @@ class Machine:
 
     TABLE: ClassVar[Mapping[Any, Mapping[type[Any], Row]]]
     FOLLOWS: ClassVar[Mapping[Any, Follow]]
-    #: What `poll` answers in each state, and who may touch the pages.
+    #: For each state: the answer of `poll`, and who may touch the pages.
     STATES: ClassVar[Mapping[Any, tuple[KVPoll, Lease]]]
 
     __slots__ = (
@@ -186,7 +186,7 @@ class Machine:
         self.state: enum.StrEnum = next(iter(self.TABLE))
         self.error: ErrorInfo | None = None
         self._plan: PairPlan | None = None
-        #: of each rank of ours in the plan those that it exchanges bytes with
+        #: by our rank in the plan: the ranks that it exchanges bytes with
         self.partners: Mapping[int, Sequence[RankId]] = {}
         self.transport = ""
         #: how both sides compute checksums, if they do

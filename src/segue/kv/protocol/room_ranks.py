@@ -8,7 +8,7 @@ import msgspec
 
 from segue.kv.errors import DpRankConflict, DpRankOutOfRange, InvalidRequest
 
-#: What `DpRanks.load_balance` says when prefill places by `room % size`.
+#: Value of `DpRanks.load_balance` when prefill places by `room % size`.
 FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
 #: The values of `DpRanks.on_conflict`.
 REDIRECT_ON_CONFLICT, FAIL_ON_CONFLICT = "redirect", "fail"

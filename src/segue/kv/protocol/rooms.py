@@ -3,8 +3,8 @@
 `TABLE` has the handler of each message of decode in each state of a room. `UNKNOWN` and `PARKED` come before
 the engine's `ExpectRoom`, `CLOSED` after its one terminal event.
 
-- A destination binds a room if it passes every check (`_bind`: leader, claim, session, copy plan, pages). One
-  that fails leaves the room open, and gets `Failed` and `Gone`.
+- A destination binds a room if it passes every check (`_bind`: leader, claim, session, copy plan, pages). A
+destination that fails a check leaves the room open, and gets `Failed` and `Gone`.
 - A room has one live binding. Another destination is refused (retryable) unless it replaces the live attempt;
   the same decode leader, or the placer of the request (`AllowReplacement`), says so.
 - A replaced attempt that may have committed is asked first (`Room.doubt`): `Committed` wins; after `Failed`,
@@ -666,7 +666,7 @@ class Rooms:
                 self._refuse(waiting.peer, transfer, TransferFailed(text).info)
                 return
             if self._accepted(room, waiting.peer, message) is None:
-                return  # what is wrong with it ends no other one
+                return  # its fault ends no other attempt
             if others:
                 self._refuse_waiting(room, TransferFailed("another attempt replaces the one before").info)
             if not self._has_place(waiting.peer, message):
@@ -702,7 +702,7 @@ class Rooms:
     def on_phase(self, room: Room, effect: HandoffPhase) -> None:
         """The room's machine has entered a phase."""
         if room.machine is None or effect.transfer != room.machine.transfer:
-            return  # one that was replaced
+            return  # a replaced attempt
         match effect.phase:
             case KVPoll.SUCCESS:
                 self._committed(room, effect)

@@ -125,14 +125,14 @@ class SenderMachine(Machine):
         self._next_token = 0
         self._next_tag = 0
         self._sequence = 0
-        #: of the chunk that began at `_next_token` some layers were sent, and this many
+        #: the chunk at `_next_token` of which some layers were sent, and how many
         self._partly_sent = Span(0, 0)
         self._layers_sent = 0
         #: by rank and tag: writes that have not landed, and chunks whose pages are read for their checksum
         self._in_flight: dict[tuple[int, int], tuple[_Pair, _ChunkWrite]] = {}
         self._reading: dict[tuple[int, int], tuple[_Pair, _ChunkWrite]] = {}
         self._metadata_sent = False
-        #: what to fail with if decode does not say why it refused a write, and the deadline without that
+        #: the error if decode does not tell why it refused a write, and the deadline without that
         self._refusal: ErrorInfo | None = None
         self._due = self.deadline
         self._first_post_at: float | None = None
@@ -369,8 +369,8 @@ class SenderMachine(Machine):
         self.asked(self._reading, event.rank, event.tag)
 
     def _fenced(self) -> bool:
-        """No write is in flight. What the answers say of proof is the other side's business: they come from
-        the transport that writes."""
+        """No write is in flight. The other side needs the answers' proof, not this one: they come from the
+        transport that writes."""
         return not self.fences.waiting
 
     def _say_drained(self, message: Abort | None = None) -> None:

@@ -44,7 +44,7 @@ class Tally:
         self._start = prefix_tokens
         self._end = prompt_tokens
         self._chunks: dict[tuple[int, int], list[ChunkPosted]] = {pair: [] for pair in plan.pairs}
-        #: of each relay the numbers of the chunks that have come to its end
+        #: by relay: the numbers of the chunks that have come to its end
         self._relayed: dict[tuple[int, int], set[int]] = {(s, other): set() for s, _, other in plan.relays}
         #: the chunks, as the first pair has reported them
         self._spans: list[Span] = []

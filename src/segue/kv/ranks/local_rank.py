@@ -118,15 +118,15 @@ class Rank(Protocol):
         ...
 
     async def admit(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
-        """Let a peer's rank write into our scratch, over each of the transports. What was let in is to be
-        fenced, whatever this raises."""
+        """Let a peer's rank write into our scratch, over each of the transports. Fence the admitted peer,
+        also if this raises."""
         ...
 
     async def measure(
         self, transport: str, peer: RankId, epoch: int, theirs: Scratch, shape: PageShape, timeout_s: float
     ) -> PathFigures:
         """Write from our scratch into `theirs` over an open path, in pages of this shape. Raises the error of
-        a write, or BootstrapTimeout. What raises leaves at most one write behind."""
+        a write, or BootstrapTimeout. A measurement that raises leaves at most one write behind."""
         ...
 
     def write(
@@ -149,8 +149,8 @@ class Rank(Protocol):
         ...
 
     def fence(self, transport: str, peer: RankId, epoch: int) -> None:
-        """Ask for the proof that no write of `epoch` between us and `peer` is under way or can begin. What of
-        `epoch` is not `ready` fails, and so do its checksums."""
+        """Ask for the proof that no write of `epoch` between us and `peer` is under way or can begin. Writes
+        and checksums of `epoch` that are not `ready` fail."""
         ...
 
     def checksum(self, effect: ComputeChecksum) -> None:
@@ -177,7 +177,7 @@ class LocalRank:
     """A rank whose pool lies in this process.
 
     `transports` makes each transport that is offered, by its name, from a sink for events; `digester` what
-    hashes, from the memory and a sink for answers. What blocks runs in `threads`. Behind the pool are
+    hashes, from the memory and a sink for answers. Blocking calls run in `threads`. Behind the pool are
     `scratch_bytes` of scratch.
     """
 
@@ -305,7 +305,7 @@ class LocalRank:
         return True
 
     def fence(self, transport: str, peer: RankId, epoch: int) -> None:
-        """See `Transport.fence`. What is not ready fails before the fence is answered."""
+        """See `Transport.fence`. Writes that are not ready fail before the fence is answered."""
         self._drop(transport, peer, epoch)
         self._by_name[transport].fence(peer, epoch)
 

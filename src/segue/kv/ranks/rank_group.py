@@ -37,7 +37,7 @@ class Ranks:
         self._me = me
         self._sending = role is Role.PREFILL
         self._max_peers = max_peers
-        #: What peers are told, by the transport's name: an encoded `Endpoint` for each rank.
+        #: The endpoints told to peers, by the transport's name: an encoded `Endpoint` for each rank.
         self.endpoints = {
             name: [rank.endpoints[name] for rank in ranks]
             for name in ranks[0].endpoints
@@ -104,7 +104,7 @@ class Ranks:
     async def connect(self, peer: LeaderId, info: LeaderInfo, timeout_s: float) -> None:
         """Open the paths that our ranks need for a peer that was chosen a transport for. It may block, so it
         does so on a thread of its own: a peer that swallows packets keeps nobody waiting but itself, for
-        what it was asked before is waited for. Those between our own ranks are opened one after the other:
+        what it was asked before is waited for. Paths between our own ranks are opened one after the other:
         several peers need the same ones. Raises what `Transport.connect` does."""
         whose = peer if self._sending else self._me
         key = (whose, self._routes[peer].transport)
@@ -123,7 +123,7 @@ class Ranks:
         task = awaited(work(), name=f"connecting {key[1]} for {key[0]}")
         self._connecting[key] = task
         task.add_done_callback(lambda _: self._connected(key, task))
-        # Who is cancelled (the session has ended) leaves a thread behind that cannot be.
+        # A cancelled caller (the session has ended) leaves a thread behind that cannot be cancelled.
         await asyncio.shield(task)
 
     def _connected(self, key: tuple[LeaderId, str], task: asyncio.Task[None]) -> None:
@@ -200,8 +200,8 @@ class Ranks:
     def granted(
         self, transfer: TransferId, rank: int, partner: RankId, epoch: int, error: ErrorInfo | None
     ) -> Granted | AbortTransfer | None:
-        """One of our ranks lets another rank write, or cannot. What follows: nothing, before it lets all
-        those that it exchanges bytes with."""
+        """One of our ranks lets another rank write, or cannot. Returns the event that follows: None until the
+        rank lets all ranks write that it exchanges bytes with."""
         if error is not None:
             return AbortTransfer(transfer, error)
         key = (transfer.decode, epoch, rank)

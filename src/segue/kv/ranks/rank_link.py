@@ -2,9 +2,9 @@
 
     frame   unsigned 32-bit length of the body, body (msgpack)
 
-Two kinds of messages go over it, each in the order in which it was sent. Those of the hand-off (`rank_wire`)
-are handled on the link's thread, while the engine computes. Those of the engine, if it has any, wait until
-one of its threads takes them with `receive`.
+Two kinds of messages go over it, each in the order in which it was sent. Messages of the hand-off
+(`rank_wire`) are handled on the link's thread, while the engine computes. Messages of the engine, if it has
+any, wait until one of its threads takes them with `receive`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEAD = struct.Struct("!I")
 #: More than the blocks of any chunk, the pages of any prompt, or any step takes: 64 sequences of 4,096 tokens
 #: with all their pages take less than 4 MiB.
 MAX_BYTES = 64 * 2**20
-#: Of the engine's messages; the other end waits for an answer after one or two.
+#: Limit of the engine's messages; the other end waits for an answer after one or two.
 MAX_WAITING = 64
 #: For a loop to take a connected socket.
 OPEN_S = 10.0

@@ -52,8 +52,8 @@ class RankListener:
         self.invitation = self._nonce + name.encode()
 
     def accept(self, ranks: Iterable[int], within_s: float) -> dict[int, socket.socket]:
-        """The connected socket of each of these `ranks`, for its `RankLink`. Who is of another user, or shows
-        another nonce, is closed and logged, and keeps nobody from coming. Raises BootstrapTimeout after
+        """The connected socket of each of these `ranks`, for its `RankLink`. A connection of another user, or
+        with another nonce, is closed and logged, and delays no other one. Raises BootstrapTimeout after
         `within_s` seconds, which names the ranks that have not come; the others' sockets are closed then."""
         missing, found = set(ranks), dict[int, socket.socket]()
         unknown: dict[socket.socket, bytes] = {}

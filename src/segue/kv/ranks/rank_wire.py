@@ -176,5 +176,5 @@ Answer = (
     | PongAnswer
 )
 HandOff = Command | Answer
-#: Of these a link knows to whom they go.
+#: Messages that a link delivers by itself.
 HAND_OFF = frozenset(get_args(HandOff))

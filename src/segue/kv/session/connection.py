@@ -1,7 +1,7 @@
 """One TCP (or TLS) connection of a session: handshake, messages, backlog, end.
 
-All methods run on the event loop. What concerns more than one connection (who replaces whom, how
-many unauthenticated ones there may be) is decided by the `SessionNode`, here seen as `ConnectionOwner`.
+All methods run on the event loop. The `SessionNode`, here seen as `ConnectionOwner`, decides about several
+connections: which one replaces another, and how many may be unauthenticated.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             text = f"{self.describe()} left during the handshake: {cause}"
             if self.over_tls and self.handshake.peer is None:
-                # Of TLS 1.3 the dialler hears nothing when the listener rejects its certificate.
+                # With TLS 1.3 the dialler hears nothing when the listener rejects its certificate.
                 text += "; it may not accept our --tls-cert (then its log says why)"
             self.end(BootstrapUnreachable(text), tell=False)
         self._owner.lost(self)
@@ -489,7 +489,7 @@ class Connection(asyncio.BufferedProtocol):
         """See `PendingProtocol`; also for one that has ended and lingers."""
         self.end(error, tell=False)
         self.wire.abort()
-        # Of a connection that was never quite made uvloop does not say `connection_lost`.
+        # uvloop does not call `connection_lost` for a connection that was never quite made.
         self._owner.lost(self)
 
     def deliver_closed(self) -> None:

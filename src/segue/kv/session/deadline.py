@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 #: A timer that comes later than that was kept from it: the process was stopped, or its loop was blocked.
-#: What has come meanwhile has not been read, and gets as long again.
+#: Bytes that have come meanwhile were not read, and get as long again.
 STOOD_STILL_S = 1.0
 
 

@@ -201,7 +201,7 @@ def _hang_up(sock: socket.socket) -> None:
 async def accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> tuple[socket.socket, Any]:
     """The next connection, non-blocking, and its address. Raises OSError.
 
-    Who is cancelled has accepted nobody. `loop.sock_accept` may have: a connection that it has taken in the
+    A cancelled call accepts nobody. `loop.sock_accept` may have: a connection that it has taken in the
     turn of the cancellation is given to nobody, and its client waits for an answer.
     """
     while True:

@@ -44,8 +44,8 @@ class Keepalive:
     def _tick(self, due: float) -> None:
         limits, now = self._limits, self._loop.time()
         if now - due > limits.keepalive_s and now - self.heard_at >= limits.peer_silence_s:
-            # We were the ones who slept (stopped process, blocked loop, a clock that jumped). What the peer
-            # sent meanwhile waits in the socket, or its next sign is on its way: its silence begins now.
+            # We were the ones who slept (stopped process, blocked loop, a clock that jumped). The peer's
+            # bytes wait in the socket, or its next sign is on its way: its silence begins now.
             self.heard_at = now
         # The same sums as in `start`: a difference is rounded otherwise, and the timer would spin.
         if now >= self.heard_at + limits.peer_silence_s:

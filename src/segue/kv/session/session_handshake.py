@@ -43,7 +43,7 @@ from segue.kv.session.frames import (
 )
 from segue.kv.versions import Versions
 
-#: What a peer that has not proven itself may make us raise. Other codes would let it
+#: Codes that a peer without proof may make us raise. Other codes would let it
 #: put words into our mouth; they become PeerRefused with the text kept.
 _CODES_BEFORE_PROOF = frozenset(
     {ErrorCode.UNAUTHORIZED, ErrorCode.PEER_REFUSED, ErrorCode.OUT_OF_CAPACITY, ErrorCode.DRAINING}
@@ -118,7 +118,7 @@ class Handshake:
         self.id = b""
         self._key = key
         self.versions = versions
-        #: what the peer speaks, and the version that both use; from its preamble on (`meet`)
+        #: the peer's versions, and the version that both use; from its preamble on (`meet`)
         self.theirs = versions
         self.version = versions.newest
         self._expect = Expect.HELLO

@@ -18,7 +18,7 @@ from segue.kv.errors import ConfigError
 
 #: The first byte of every TLS connection: a handshake record.
 HANDSHAKE_RECORD = 0x16
-#: What OpenSSL calls the first bytes of a peer that does not speak TLS.
+#: OpenSSL's reasons for the first bytes of a peer that does not speak TLS.
 _NOT_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE"}
 #: The end of each sentence about a peer of the other kind.
 GIVE_BOTH = "give both sides --tls-cert, --tls-key and --tls-ca, or neither"

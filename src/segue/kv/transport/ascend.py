@@ -4,13 +4,13 @@ it.
 
 A process has one engine and the engine has one role for its life: `Decode` is written to, and runs the
 store in which its writers find its memory; `Prefill` writes, and connects to a store at its first use of
-that peer. The role is that of the first path. Who needs both (a decode rank that passes KV on to others of
-its instance) cannot use this transport. The store asks nobody for a key and nothing is encrypted.
+that peer. The role is that of the first path. A rank that needs both (a decode rank that passes KV on to
+others of its instance) cannot use this transport. The store asks nobody for a key and nothing is encrypted.
 
 The library publishes whole pages of 2 MiB: what else lies in the first and the last one of a region would
 be writable by peers. So regions must begin and end on such pages.
 
-What ends prove: a call that returns 0 has landed. Any other end of it proves nothing; `unregister_memory`
+Proof of an end: a call that returns 0 has landed. Any other end of it proves nothing; `unregister_memory`
 and `destroy` stop no write that runs, so a receiving end proves nothing either. How long a call may take,
 the sources do not say: it blocks the thread of its path alone, and holds no lock of the interpreter.
 """
@@ -119,7 +119,7 @@ class AscendLibrary(Library):
                 try:
                     self._initialise(role, memory)
                 except BaseException as exc:
-                    # What a second attempt in one process does is not established.
+                    # The effect of a second attempt in one process is not established.
                     self._failed = f"memfabric could not be initialised: {exc}"
                     raise
             return self._engine

@@ -97,11 +97,11 @@ class Transport(ABC):
     its transport a `LibraryTransport`.
     """
 
-    #: What settings and peers call it.
+    #: Its name in settings and for peers.
     name: ClassVar[str]
     #: The lowest one that both sides offer and that reaches the other is taken.
     preference: ClassVar[int]
-    #: What `register` takes.
+    #: Kinds of memory that `register` takes.
     memory_kinds: ClassVar[frozenset[MemoryKind]]
     #: `auto` offers it, where it works.
     automatic: ClassVar[bool] = False

@@ -9,7 +9,7 @@ on a stream of its own. Memory of `cuMemCreate` has no such handle: torch must n
 `write` copies what is in memory when it is called: who computes on other streams waits for them first. That
 bytes have landed is visible to work that is given to the peer's GPU after its owner heard of it.
 
-What ends prove: the event behind a batch is its end. A writer that can synchronise its stream reads nothing
+Proof of an end: the event behind a batch is its end. A writer that can synchronise its stream reads nothing
 any more. The receiver can revoke nothing, and whether a copy still runs when the writer's process has ended
 is not established, so a receiving end proves nothing.
 """

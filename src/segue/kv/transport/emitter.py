@@ -16,8 +16,8 @@ from segue.kv.transport.net.ioloop import IoLoop
 class EventEmitter:
     """Tells the events of the transport called `name` to its owner; nothing more once `closed` is set.
 
-    `failure` says why, once a thread of the transport has ended by a bug. What was to be told by then is
-    told all the same, by the thread that failed: an answer somebody waits for must not end with the loop.
+    `failure` says why, once a thread of the transport has ended by a bug. The thread that failed still tells
+    the events due by then: an awaited answer must not end with the loop.
     """
 
     def __init__(self, name: str, on_event: EventSink) -> None:

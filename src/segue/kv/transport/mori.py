@@ -5,7 +5,7 @@ One engine for each transport, for what it proves does not depend on peers. All 
 A write names bytes by region and offset, never by address. Its engine listens for peers at a port of its
 own that asks nobody for a key: let only the fleet reach it.
 
-What ends prove: `Succeeded` of each status is the only end of a write. A failed status says nothing of
+Proof of an end: `Succeeded` of each status is the only end of a write. A failed status says nothing of
 bytes that its siblings still move, and a status must outlive what writes into it, so those that did not
 succeed are kept. That a registration which was revoked stops writes is not established, so a receiving end
 proves nothing.
@@ -76,7 +76,7 @@ class MoriLibrary(Library):
         self._modules = modules
         self._lock = threading.Lock()
         self._memories: list[Any] = []
-        #: Of posts that did not succeed: the library may still write into them.
+        #: Statuses of posts that did not succeed: the library may still write into them.
         self.unfinished: list[Any] = []
 
     def load(self) -> None:

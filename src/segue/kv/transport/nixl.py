@@ -6,11 +6,11 @@ that thread copies out of the socket into our memory, so the end of the agent is
 writing agent has no thread: `library_out`, which owns it, moves it on each time it looks whether a post has
 landed. NIXL can neither cancel nor revoke, and has no event for a post's end.
 
-UCX listens without authentication, and encrypts nothing. What it uses is set by its own environment
-variables; those that the user has set are left alone. On a host without InfiniBand it is told TCP, and only
-the interface that has the address of `--host`: shared memory is what `shm` is for, and a receiver that
-another process writes into can prove nothing. On a host with InfiniBand nothing is set, UCX takes what is
-fastest, and to close a receiving agent is not taken for a proof: only host memory over TCP was tried.
+UCX listens without authentication, and encrypts nothing. Its own environment variables choose what it uses;
+variables that the user has set are left alone. On a host without InfiniBand it is told TCP, and only the
+interface that has the address of `--host`: shared memory is what `shm` is for, and a receiver that another
+process writes into can prove nothing. On a host with InfiniBand nothing is set, UCX takes what is fastest,
+and to close a receiving agent is not taken for a proof: only host memory over TCP was tried.
 
 Memory of a device is registered as "VRAM", where UCX was built with CUDA; that was not tried on a GPU.
 """

@@ -44,7 +44,7 @@ class Paths(Generic[PathT]):
         self._name = name
         self._kinds = kinds
         self._emitter = emitter
-        #: What was registered; None before that, and after the end.
+        #: The registered memory; None before that, and after the end.
         self.memory: Memory | None = None
         self.of: dict[RankId, PathT] = {}
         self.fenced = FencedEpochs()

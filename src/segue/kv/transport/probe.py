@@ -26,7 +26,7 @@ from segue.kv.path_figures import PathCandidate, PathFigures
 SCRATCH_BYTES = 4 * 2**20
 #: A transport displaces one that is preferred to it if it is so much faster; less is noise.
 _CLEARLY = 1.5
-#: What the speeds are compared by: so many pages, at once.
+#: Speeds are compared for a write of so many pages.
 _TYPICAL_PAGES = 64
 #: A path is reported as slow if it has less than one part in so many of the host's own memory speed.
 FAR_UNDER = 20
@@ -118,7 +118,7 @@ def _steps(writes: Callable[[int], Sequence[CopyBlock]], effort: Effort) -> _Ste
     pages: list[float] = []
     while len(pages) < effort.pages and sum(pages) < effort.enough_s:
         pages.append(max(1e-9, (yield writes(1))))
-    # Of both the best: what else runs on the host at this moment says nothing of the path.
+    # Take the best of both: other load on the host says nothing about the path.
     page_s = min(pages)
     most = min(effort.bulk_pages, max(1, effort.bulk_bytes // page_bytes))
     many = max(1, int(min(most, effort.enough_s / page_s)))
@@ -165,8 +165,8 @@ def slow(figures: PathFigures, host: HostSpeed, *, in_memory: bool) -> str:
 
 
 def host_speed() -> HostSpeed:
-    """Measured once for each process; takes some tens of milliseconds. Who asks meanwhile, for another pair,
-    waits: two at once would each see half of what the host can do."""
+    """Measured once for each process; takes some tens of milliseconds. A second caller waits meanwhile: two
+    measurements at once would each see half of the host's speed."""
     with _MEASURING:
         return _host_speed()
 

@@ -192,7 +192,7 @@ def _unified_rate(question: Question, means: _Means) -> float:
         return 1.0 / _prompt_s(question, means)
     rates = []
     for wanted in _batches(kind, means):
-        # Of a full forward's tokens the batch has its share.
+        # The batch takes its share of a full forward's tokens.
         batch = min(wanted, kind.chunk_tokens / (1 + means.prompt / forwards))
         tokens = batch * means.prompt / forwards
         rows_s = kind.steps.products(tokens + batch) + kind.step_s

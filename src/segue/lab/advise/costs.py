@@ -156,9 +156,9 @@ def fit(timed: Sequence[TimedForward]) -> StepTimes:
 
     A forward's mean is its median times how much longer than their medians all forwards take in the mean,
     those with prompts and those without apart. Attention is the difference between two forwards that differ
-    in nothing else, those that differ most. What is left of each forward is a point of the curve; forwards
-    with both prompts and generating sequences only check it (`fit_error`). Raises ConfigError if there is no
-    such pair.
+    in nothing else, those that differ most. The rest of each forward is a point of the curve; forwards with
+    both prompts and generating sequences only check it (`fit_error`). Raises ConfigError if there is no such
+    pair.
     """
     prompts = [t for t in timed if not t.work.sequences]
     decodes = [t for t in timed if not t.work.prompt_tokens]

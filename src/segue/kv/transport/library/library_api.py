@@ -13,14 +13,15 @@ from segue.kv.ids import RankId
 from segue.kv.transport.memory.pool_memory import Memory
 from segue.kv.transport.tcp.tcp_wire import PartRows
 
-#: Whatever the library gives for a post.
+#: The library's handle of a post, of any type.
 Handle = object
 
 
 class ReceivingEnd(ABC):
     """The endpoint through which one peer writes into our memory."""
 
-    #: What the writer needs to reach it (addresses, keys); told to this peer alone, over its control stream.
+    #: Data with which the writer reaches it (addresses, keys); told to this peer alone, over its control
+    #: stream.
     blob: bytes
 
     @abstractmethod
@@ -52,7 +53,7 @@ class WritingEnd(ABC):
 class Library(ABC):
     """One library, for the life of one transport. Its methods may block; none is called on a loop.
 
-    What a method raises ends the one path that it was called for.
+    An exception of a method ends the one path that it was called for.
     """
 
     #: Limits of one post; several may be in flight (`MAX_IN_FLIGHT_BYTES` in `library_out`).

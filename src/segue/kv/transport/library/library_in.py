@@ -57,7 +57,7 @@ class ReceivingPath:
         silence_s: float,
     ) -> None:
         self.peer = peer
-        #: What the writer was granted and has not settled.
+        #: Epochs that the writer was granted and has not settled.
         self.epochs: set[int] = set()
         self.ready = False
         #: Why the path has ended, or is about to.

@@ -35,7 +35,7 @@ from segue.kv.transport.tcp.tcp_wire import PartRows
 
 #: Between two looks at what is in flight.
 POLL_S = 0.0005
-#: Of one path. More would only make a fence wait longer.
+#: Limit for one path. More would only make a fence wait longer.
 MAX_IN_FLIGHT_BYTES = 32 * 2**20
 MAX_IN_FLIGHT_POSTS = 64
 #: Pieces that wait for one peer.
@@ -139,7 +139,7 @@ class WritingPath:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread, if it runs: the host may have had none to start. False when it has not ended
-        in time. One that starts after `close` touches no memory."""
+        in time. A thread that starts after `close` touches no memory."""
         if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -7,7 +7,7 @@ and says how that is reached. The stream stays open for as long as the path. `li
 end, `library_in` the receiving end, `library_wire` what they say to each other, `library_api` what is asked
 of a library.
 
-What is proven, and by what:
+Proofs:
 
 - `Written`: the library's own success, nothing else. An error, a time that has passed and a handle that was
   released are no end of a write: each of them ends the whole path, on both sides.
@@ -22,8 +22,8 @@ What is proven, and by what:
 - `PeerGone(proven=True)` at the receiver: the same of everything that the peer was granted. The end of its
   stream and the death of its process are no proof, for the same reason.
 
-What is not prevented: the writer may write anywhere in the registered memory, as with `shm`. It writes what
-it was granted, and asks first where it was told nothing.
+Not prevented: the writer may write anywhere in the registered memory, as with `shm`. It writes where it was
+granted, and asks first where it was told nothing.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class LibraryTransport(Transport):
         self._emitter.run_soon(self._loop, partial(self._receiving.fence, peer, epoch, writes))
 
     def close(self) -> None:
-        """See `Transport.close`. What is in flight may land first, so that peers hear a goodbye."""
+        """See `Transport.close`. Writes in flight may land first, so that peers hear a goodbye."""
         with self._lock:
             if self._emitter.closed:
                 return

@@ -245,8 +245,8 @@ class ControlStream:
             while self._unsent and (sent := self._channel.send(bytes(self._unsent[:RECORD_BYTES]))):
                 del self._unsent[:sent]
         except OSError:
-            # The peer does not listen any more. What it said before, perhaps goodbye, is still to be read,
-            # and behind that the end.
+            # The peer does not listen any more. Its earlier messages, perhaps goodbye, are still to be read,
+            # and behind them the end.
             self._unsent.clear()
         if bool(self._unsent) != self._waits:
             self._waits = bool(self._unsent)

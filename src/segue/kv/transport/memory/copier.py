@@ -2,7 +2,7 @@
 
 Between two slices a job looks whether it was cancelled here or its epoch ended at the receiver.
 numpy copies a block in one call without the interpreter's lock, so a slice costs
-the other threads of the process nothing but memory bandwidth. What is decided is in `copy_queue`.
+the other threads of the process nothing but memory bandwidth. `copy_queue` has the decisions.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Copier:
     def cancel(self, peer: RankId, epoch: int | None, error: SegueError, then: Then) -> Then | None:
         """End the jobs of `peer` (of `epoch`, or of all if None) with `error`, and then run `then`.
 
-        What nobody copies right now never starts again. `then` runs when the ends of all of them were told;
-        the caller must run what is returned, if anything is.
+        Slices that no thread copies at this moment never start. `then` runs when the ends of all of them were
+        told; the caller must run what is returned, if anything is.
         """
         with self._wake:
             idle, waits = self._jobs.cancel(peer, epoch, error, then)

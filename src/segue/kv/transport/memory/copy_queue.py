@@ -2,8 +2,8 @@
 
 No thread, lock or system call is in here: `Copier` calls it under its lock, and a test or a simulator in any
 order it likes. A job is *held* while a thread is inside
-a slice of it, and from its end on until that was reported. Whoever must know that nothing of a job is written
-any more (a fence, the end of a path) waits until it is not held.
+a slice of it, and from its end on until that was reported. A fence, and the end of a path, wait until no job
+is held: then nothing of it is written any more.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ tensors, or a device's. Nothing is copied; a region holds a reference to the mem
 transport can register, its `memory_kinds` say.
 
 `allocate` gives memory that peers of one host can map: an anonymous memfd, never a name in a file system.
-Who is given the descriptor of a pool can write anywhere in it, and can have the kernel empty parts of it
+A process with the descriptor of a pool can write anywhere in it, and can have the kernel empty parts of it
 (`fallocate` with FALLOC_FL_PUNCH_HOLE, which is a write of zeros: no seal forbids it that lets a peer write).
 It can not shrink or grow it, so no mapping ever ends in SIGBUS for that, and can not seal it, so others can
 still map it. A page that was emptied is taken from the host again, by whoever touches it first.

@@ -11,7 +11,7 @@ from segue.kv.errors import TransferFailed
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.transport.memory.pool_memory import Memory
 
-MAX_ROWS = 1 << 22  # of one write; bounds what a transport builds to move it
+MAX_ROWS = 1 << 22  # rows of one write; bounds what a transport builds to move it
 
 
 def check(blocks: Sequence[CopyBlock], source_bytes: int, target_bytes: int) -> int:

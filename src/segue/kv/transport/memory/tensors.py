@@ -31,9 +31,9 @@ class PointerView:
     """K or V of one layer that an engine knows by its `address` on a `device` alone: what `pool_of` would
     read off a tensor.
 
-    `shape` and `strides` (in bytes) are `[page, token, head, item]`, `item_bytes` the size of an item. What
-    `owner` is stays alive. Where a token is no row of its own (K that is transposed within a block), a page
-    is the unit: one token, and all its bytes are items.
+    `shape` and `strides` (in bytes) are `[page, token, head, item]`, `item_bytes` the size of an item.
+    `owner` is kept alive. Where a token is no row of its own (K that is transposed within a block), a page is
+    the unit: one token, and all its bytes are items.
     """
 
     address: int

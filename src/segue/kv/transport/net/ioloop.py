@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 Ready = Callable[[int], None]
 Call = Callable[[], None]
-#: What epoll tells whether it was asked for or not.
+#: Events that epoll always reports.
 ALWAYS = select.EPOLLERR | select.EPOLLHUP
 _BATCH = 64
 _MAX_WAIT_S = 3600.0  # epoll counts in milliseconds, in 32 bits: a longer timer would end the loop
@@ -214,7 +214,7 @@ class IoLoop:
     def _turn(self, events: list[tuple[int, int]]) -> None:
         """Run what is due: callbacks of `events`, the calls posted until now, timers."""
         self._asleep = False
-        self._turns += 1  # what is watched from here on is younger than this batch
+        self._turns += 1  # descriptors watched from here on are younger than this batch
         for fd, mask in events:
             if fd == self._poller.wake_fd:
                 self._poller.woken()

@@ -45,7 +45,8 @@ log = logging.getLogger("segue.kv.transport")
 
 
 class PendingConnection:
-    """One that has not yet proven that it knows the key. Under TLS it must show a certificate first."""
+    """A connection that has not yet proven that it knows the key. Under TLS it must show a certificate
+    first."""
 
     def __init__(self, channel: Channel, key: bytes) -> None:
         self.channel = channel
@@ -135,8 +136,8 @@ class AuthenticatedListener:
         self._guard(pending, self._challenge)
 
     def _rest(self, exc: OSError) -> None:
-        """The kernel would call us again at once, and for nothing. What is missing is most likely a
-        descriptor, and nothing tells when one is free, so this one wait is blind."""
+        """The kernel would call us again at once, and for nothing. Most likely a descriptor is missing. No
+        event tells when one is free, so this one wait is blind."""
         log.error("%s cannot accept connections: %s", self._name, exc.strerror)
         if (oldest := self._pending.oldest()) is not None:
             self._drop(oldest)

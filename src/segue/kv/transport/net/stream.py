@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 
 from segue.kv.transport.tcp.tcp_wire import Cursor, Vectors
 
-RECORD_BYTES = 16 * 2**10  # of TLS; OpenSSL writes one per call
+RECORD_BYTES = 16 * 2**10  # a TLS record; OpenSSL writes one per call
 _RST_ON_CLOSE = b"\x01\x00\x00\x00\x00\x00\x00\x00"
 _LATER = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -102,7 +102,7 @@ class TlsChannel(Channel):
 
     buffered = True
     sock: ssl.SSLSocket
-    _flags = 0  # of which TLS has none
+    _flags = 0  # TLS has no flags
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         super().__init__(sock)

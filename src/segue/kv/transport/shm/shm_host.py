@@ -46,7 +46,7 @@ class ShmHost:
             try:
                 cpus = sorted(os.sched_getaffinity(0))
                 if of <= len(cpus):
-                    os.sched_setaffinity(0, cpus[nth::of])  # of this thread only
+                    os.sched_setaffinity(0, cpus[nth::of])  # affects this thread only
             except OSError as exc:  # a sandbox, or a set of CPUs that has changed meanwhile: only speed
                 log.info("copying threads stay where the scheduler puts them: %s", exc.strerror)
             run()

@@ -24,8 +24,8 @@ from segue.kv.transport.shm.shm_host import HOST, ShmHost
 from segue.kv.transport.shm.shm_table import GrantTable
 from segue.kv.transport.shm.shm_wire import DEATH_GRACE_S, GOODBYE, send
 
-#: An honest writer has one path. One that comes again and again without a goodbye may hold as many mappings,
-#: and each costs us a descriptor until its process ends.
+#: An honest writer has one path. A writer that reconnects without a goodbye may hold as many mappings, and
+#: each costs us a descriptor until its process ends.
 MAX_PER_RANK = 8
 
 
@@ -66,7 +66,7 @@ class ShmListener:
         self._memory_fd = memory_fd
         self._table = table
         self._emit = emit
-        #: Those who may hold a mapping: one rank may have come in more than once.
+        #: Connections that may hold a mapping: one rank may have come in more than once.
         self.writers: dict[RankId, list[Incoming]] = {}
         self.listener = AuthenticatedListener(
             loop,

@@ -169,7 +169,7 @@ def map_peer(me: RankId, peer: RankId, endpoint: Endpoint, timeout_s: float, hos
             if address.host != host.id():
                 raise PeerRefused("shm needs both sides on one host, in one network namespace, of one user")
             sock = host.new_socket()
-            # Whatever fails from here on, nothing of the peer's memory stays mapped, and it is told so: it
+            # After a failure from here on nothing of the peer's memory stays mapped, and the peer is told: it
             # may count us among its writers by then.
             undo.callback(send_goodbye, sock)
             sock.settimeout(timeout_s)

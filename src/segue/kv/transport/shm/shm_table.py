@@ -1,9 +1,9 @@
 """The epochs a receiver grants, in memory that its writers can read.
 
 An optimisation, not a proof: a writer looks before each slice, so a write after an abort stops
-early instead of filling pages that are quarantined anyway. What proves that nothing lands any more
-is the writer's own `Drained` or its death. A connection made after an epoch ended is the exception:
-it has no slice in progress and finds the epoch gone before its first one.
+early instead of filling pages that are quarantined anyway. The writer's own `Drained` or its death proves
+that nothing lands any more. A connection made after an epoch ended is the exception: it has no slice in
+progress and finds the epoch gone before its first one.
 """
 
 from __future__ import annotations

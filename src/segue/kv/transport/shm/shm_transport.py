@@ -5,21 +5,21 @@ processes of its own user that know the Endpoint's key, and passes them the memf
 The socket then stays open for one purpose: its end, and the kernel's word that the process behind it
 is dead, are the proof that nothing of this peer can land any more.
 
-What is proven, and by what:
+Proofs:
 - `fence` at the writer: no copying thread is inside a slice of the epoch any more.
 - `fence` at the receiver: only while the peer holds no mapping. Else another process writes; its
   `Drained` or death is the proof. Ending the grant in the shared table merely stops it early.
 - `PeerGone(proven=True)`: the pidfd of the peer says, when asked, that the process has ended (its memory
   was gone before), or the peer said goodbye, which it does after its copying threads have ended and its
   mapping is unmapped. A closed socket alone proves nothing: the process may live and write. The
-  mapping is not inherited by a fork of the writer (MADV_DONTFORK). One that could not map what it was
-  given says goodbye as well.
+  mapping is not inherited by a fork of the writer (MADV_DONTFORK). A writer that could not map the pool says
+  goodbye as well.
 
-What is not prevented: the writer maps the whole pool, so one with a bug may write into pages of other
-requests, or of epochs that were never granted. It checks that its blocks lie inside both memories; that they
-lie in the pages it was given is by construction (the planner makes them from the destination's page ids).
-What protects is who gets a mapping at all (processes of the same user that know the endpoint's key, which
-travels in authenticated sessions only) and the checksum of what has landed, before decode commits.
+Not prevented: the writer maps the whole pool, so a writer with a bug may write into pages of other requests,
+or of epochs that were never granted. It checks that its blocks lie inside both memories; that they lie in the
+pages it was given is by construction (the planner makes them from the destination's page ids). Two things
+protect: only processes of the same user that know the endpoint's key, which travels in authenticated sessions
+only, get a mapping; and decode compares the checksum of the landed bytes before it commits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Copies between a rank's memory and a staging slot: numpy on a host, torch where the memory is a device's.
 
-What lies in a slot is packed: the rows of the blocks, one after the other.
+The bytes in a slot are packed: the rows of the blocks, one after the other.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class StagedWriter:
             self._kill(number, error, refused=refused)
 
     def _kill(self, number: int, error: SegueError, *, refused: bool = False) -> None:
-        """A piece is not wanted any more. What runs ends first."""
+        """A piece is not wanted any more. A running copy ends first."""
         piece = self.pieces[number]
         write = piece.write
         if write.error is None:

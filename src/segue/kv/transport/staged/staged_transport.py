@@ -7,7 +7,7 @@ Either side may have either kind of memory; both need this transport. The endpoi
 (TCP, authenticated as the streams of `tcp` are), over which slots are given as credits, one for each piece
 (`staged_wire`). The inner transport has registered the slots alone: it never reaches the rank's memory.
 
-What is proven, and by what:
+Proofs:
 
 - `Written`: the reader has said that its copies ended.
 - `fence` at the reader: no copy of the epoch is under way, and none will begin. That is a proof whatever the

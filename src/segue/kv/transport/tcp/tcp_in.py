@@ -70,7 +70,7 @@ class InStream:
         self._lowat = 1
         self._stall_s = stall_s
         self._scratch = bytearray(_SCRATCH_BYTES)
-        self._area: Content | None = None  # of the epoch that wrote last, and the byte ranges that it is
+        self._area: Content | None = None  # area of the epoch that wrote last; its byte ranges
         self._ranges: tcp_wire.Rows = np.empty((0, 2), np.uint64)
         self._head = bytearray()
         self._header: Header | None = None
@@ -103,7 +103,7 @@ class InStream:
                 steps += 1
             if more and self._channel.buffered:  # no poll sees what is inside
                 self._loop.post(partial(self._ready, 0))
-            # Whatever is still to come must be able to wake us.
+            # The rest of the bytes, however few, must be able to wake us.
             self._set_lowat(min(self._cursor.left, self._lowat_bytes) if self._cursor is not None else 1)
         except SegueError as exc:
             self._broken(exc)

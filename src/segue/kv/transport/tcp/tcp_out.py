@@ -148,7 +148,7 @@ class PeerWriter:
             self._emit(Fenced(self.peer, epoch, True))
 
     def close(self) -> None:
-        """Close every stream without an event. What was not delivered yet is thrown away."""
+        """Close every stream without an event. Undelivered bytes are thrown away."""
         self._ended = True
         if self._stall is not None:
             self._stall.cancel()

@@ -1,5 +1,5 @@
 """Sockets of the transports that meet their peers over TCP: where they listen, what peers are told of it, and
-how both ends of a connection prove themselves. What crosses it is not decided here."""
+how both ends of a connection prove themselves. The streams' contents are not decided here."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ class TcpSockets:
             sock.settimeout(self._left(deadline))
             more = sock.recv(nbytes - len(data))
             if not more:
-                # Who refuses says why; this is for want of a descriptor, or of time, and may pass.
+                # A refusal carries its reason; a close without one is for want of a descriptor or of time,
+                # and may pass.
                 raise TransferFailed("the peer closed the stream during the handshake")
             data += more
         return data

@@ -126,7 +126,7 @@ def inside(rows: Rows, ranges: Rows) -> bool:
 
 class Cursor:
     """A position in a vector of (address, length) rows; `MemoryError`-free and bounds-free: the rows
-    were checked. Whoever makes one keeps the memory behind the addresses alive."""
+    were checked. Its creator keeps the memory behind the addresses alive."""
 
     __slots__ = ("_ends", "_first", "_iov", "_rows", "_trimmed", "done", "nbytes")
 
