@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from segue.kv import ErrorInfo, FinishReason, TokenLogprob
+from segue.kv import DpRanks, ErrorInfo, FinishReason, TokenLogprob
 
 #: From who takes outputs and whose client is behind: to be awaited before the next output.
 Wait = Callable[[], Awaitable[None]]
@@ -60,6 +60,11 @@ class RankHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     routed_dp_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
     force_query_prefill_dp_rank: bool = False
+
+    def looked_for(self, dp: DpRanks, room: int) -> int | None:
+        """The DP rank of a prefill instance with `dp` on which decode looks for `room` by itself; None if it
+        asks the registry. Raises DpRankOutOfRange for a hint that names no rank."""
+        return dp.inferred(room, self.disagg_prefill_dp_rank, force_query=self.force_query_prefill_dp_rank)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -278,10 +278,17 @@ class Handles(ABC):
         self.post(event)
         return receiver
 
+    def refuse(self, key: RoomKey, error: ErrorInfo, budget_s: float, *, announce: bool = False) -> None:
+        """Tell decode that nobody will expect this room: a destination that waits for it, or comes within
+        `budget_s` seconds, fails with `error` at once. A room that was expected is not concerned. `announce`
+        as in `expect`."""
+        deadline = self._deadline(budget_s)
+        self.post(events.RefuseRoom(key=key, error=error, deadline=deadline, announce=announce))
+
     def decline(self, key: RoomKey, prefill: LeaderId, error: ErrorInfo, *, claim: bytes = b"") -> None:
-        """Tell prefill that no destination will be published for this room; the room fails with `error`, if
-        `claim` is what `expect` was given. An open DP rank of `prefill` is inferred; where it cannot be,
-        nobody is told."""
+        """Tell prefill that no destination will be published for this room, unless it has a receiver here:
+        the room fails with `error` if `claim` is what `expect` was given, or is empty and `expect` named no
+        decode leader. If the DP rank of `prefill` is open, all ranks are told."""
         self.post(events.DeclineRoom(key, prefill, error, claim))
 
     def _deadline(self, budget_s: float) -> float:

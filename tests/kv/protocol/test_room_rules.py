@@ -657,6 +657,80 @@ def test_rule_7_early_words_are_bounded_and_leave_destinations_their_place() -> 
     assert b.error(RoomKey(99)) == LEFT, "one leader's words do not displace another's"
 
 
+@pytest.mark.parametrize("peers", [1, 2])
+def test_rule_7_words_make_place_for_destinations(peers: int) -> None:
+    """A client that has one leg after the other refused must not shut out the requests of that decode."""
+    limits = Limits(max_early_destinations=8, early_share=0.5 if peers == 2 else 1.0)
+    b = Bench(limits=limits)
+    for number in range(1, 100):
+        for peer in (ONE, TWO)[:peers]:
+            b.hear(Declined(transfer(decode=peer, room=RoomKey(number)), LEFT, CLAIM))
+    assert b.exchange._rooms.parked == 8
+    for number in range(200, 204):
+        assert b.hear(destination(room=RoomKey(number))) == []
+    assert b.hear(destination(decode=THREE, room=RoomKey(300))) == []
+    b.expect(RoomKey(99))
+    assert b.error(RoomKey(99)) == LEFT, "the newest are kept"
+
+
+def test_rule_7_a_word_takes_no_place_of_a_destination() -> None:
+    b = Bench(limits=Limits(max_early_destinations=2, early_share=1.0))
+    for number in (1, 2):
+        b.hear(destination(room=RoomKey(number)))
+    assert b.hear(Declined(transfer(room=RoomKey(3)), LEFT, CLAIM)) == []
+    assert b.exchange.sizes()["early"] == 2
+
+
+def test_rule_7_a_word_may_be_displaced_by_the_destination_of_its_own_room() -> None:
+    b = Bench(limits=Limits(max_early_destinations=1, early_share=1.0))
+    b.hear(Declined(transfer(), LEFT, CLAIM))
+    assert b.hear(destination(decode=TWO)) == []
+    assert words(b.expect(), TWO) == ["Accepted"]
+
+
+# ---- a room that nobody will open --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_refused_room_has_its_error_for_what_waits_and_for_what_comes(early: bool) -> None:
+    b = Bench()
+    refuse = events.RefuseRoom(key=ROOM, error=BROKE, deadline=60.0)
+    if early:
+        b.hear(destination())
+        effects = b.tell(refuse)
+    else:
+        assert b.tell(refuse) == []
+        effects = b.hear(destination())
+    assert refusal(effects).text == BROKE.text
+    assert b.phases == {}, "it is no half of the engine"
+    with pytest.raises(InvalidRequest):
+        b.expect()
+    b.at(1e4)
+    assert b.exchange._rooms.rooms == {}
+
+
+def test_a_room_that_was_opened_is_not_refused() -> None:
+    b = Bench()
+    b.expect()
+    assert b.tell(events.RefuseRoom(key=ROOM, error=BROKE, deadline=60.0)) == []
+    assert words(b.hear(destination())) == ["Accepted"]
+
+
+def test_a_refused_room_is_announced_and_its_early_words_are_void() -> None:
+    b = Bench()
+    b.hear(Declined(transfer(), LEFT, CLAIM))
+    effects = b.tell(events.RefuseRoom(key=ROOM, error=BROKE, deadline=60.0, announce=True))
+    assert effects == [events.RegisterRoom(ROOM, 60.0)]
+
+
+def test_refused_rooms_are_bounded_and_the_newest_are_kept() -> None:
+    b = Bench(limits=Limits(max_transfers=4))
+    for number in range(1, 20):
+        b.tell(events.RefuseRoom(key=RoomKey(number), error=BROKE, deadline=60.0))
+    assert b.exchange.sizes()["ended"] == 4
+    assert refusal(b.hear(destination(room=RoomKey(19)))).text == BROKE.text
+
+
 # ---- 8: the registry -----------------------------------------------------------------------------
 
 
@@ -1013,6 +1087,79 @@ def test_rule_11_nobody_else_declines_it(word: Declined, placed: LeaderId | None
         b.hear(word)
     assert b.phase() is KVPoll.BOOTSTRAPPING
     assert words(b.hear(destination(1))) == ["Accepted"]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_rule_11_a_room_that_was_placed_for_nobody_is_declined_without_its_claim(early: bool) -> None:
+    """A request that was refused unread has none. The number is known to the placer alone."""
+    b = Bench()
+    word = Declined(transfer(), LEFT)
+    if early:
+        b.hear(word)
+        b.expect()
+    else:
+        b.expect()
+        b.hear(word)
+    assert b.error() == LEFT
+    assert b.releases == {ROOM: 1}
+
+
+def test_rule_11_a_receiver_whose_rank_is_open_tells_every_rank() -> None:
+    """The room may be on another one than the rule names."""
+    d = Decode()
+    key, error = RoomKey(9), LEFT
+    effects = d.tell(events.DeclineRoom(key, LeaderId(ME.incarnation, OPEN_RANK), error))
+    told = [e for e in effects if isinstance(e, events.Send)]
+    assert [e.peer for e in told] == d.ranks
+    assert all(isinstance(e.message, Declined) and e.message.transfer.prefill == e.peer for e in told)
+
+
+def test_rule_11_a_receiver_tells_by_itself_and_the_engine_s_word_beside_it_is_nothing() -> None:
+    d = Decode()
+    d.receive()
+    assert d.tell(events.DeclineRoom(ROOM, d.ranks[3], LEFT)) == []
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_rule_11_without_a_session_prefill_is_told_on_the_next_one(listed: bool) -> None:
+    """As by a decode that has just started."""
+    d = Decode()
+    if not listed:
+        d.tell(events.PrefillInstances({}))
+    d.tell(events.PeerDown(d.ranks[1], LEFT))
+    assert d.tell(events.DeclineRoom(RoomKey(9), d.ranks[1], LEFT, CLAIM)) == []
+    told = said(d.tell(events.PeerUp(d.ranks[1], PLAN)), d.ranks[1])
+    assert [(type(m), m.transfer.room, m.claim) for m in told if isinstance(m, Declined)] == (
+        [(Declined, 9, CLAIM)] if listed else []
+    )
+
+
+def test_rule_11_a_receiver_that_fails_without_a_session_declines_on_the_next_one() -> None:
+    d = Decode()
+    d.tell(events.PeerDown(d.ranks[3], LEFT))
+    opening = events.OpenReceiver(
+        key=ROOM,
+        prefill=d.ranks[3],
+        prompt_tokens=PROMPT,
+        deadline=60.0,
+        claim=CLAIM,
+        placed=False,
+    )
+    d.tell(opening)
+    d.tell(events.EndRoom(ROOM, LEFT))
+    [word] = said(d.tell(events.PeerUp(d.ranks[3], PLAN)), d.ranks[3])
+    assert isinstance(word, Declined)
+    assert (word.transfer, word.claim) == (d.to(3), CLAIM)
+    b = Bench()
+    b.expect()
+    b.hear(msgspec.structs.replace(word, transfer=transfer()))
+    assert b.error().text == LEFT.text
+
+
+def test_rule_11_without_a_claim_a_binding_goes_on() -> None:
+    b = writing()
+    assert b.hear(Declined(transfer(1, TWO), LEFT)) == []
+    assert b.phase() is KVPoll.TRANSFERRING
 
 
 def test_rule_11_a_wrong_early_word_does_not_hide_the_right_one() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -91,6 +92,9 @@ class Legs:
 
     async def both(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[Answer, Answer]:
         return await asyncio.gather(self.one(self.prefill, body, path), self.one(self.decode, body, path))
+
+    def at(self, role: Role) -> str:
+        return self.prefill if role is Role.PREFILL else self.decode
 
     async def one(self, at: str, body: dict[str, Any], path: str = "/v1/completions") -> Answer:
         return await self.client.post(at + path, json=body)
@@ -361,6 +365,98 @@ def test_a_client_that_leaves_the_decode_leg_ends_the_prefill_leg(pair: Deployme
 
     with paused(pair), pytest.MonkeyPatch.context() as patch:
         patch.setattr(begin, "_reserve", lambda _state: False)  # decode is full
+        run(pair, work)
+
+
+def server_of(made: Deployment, role: Role) -> Any:
+    """The direct-mode server, which the first request has made."""
+    lazy = of(made, role)._direct_server
+    assert lazy is not None
+    return of(made, role).plane.io.call(lazy.opened(), 60)
+
+
+def refuse_at_the_door(server: Any, how: str, patch: pytest.MonkeyPatch) -> int:
+    """Have the server refuse each leg before its leader gets it; the status of its answer."""
+    if how == "too long":
+        short = dataclasses.replace(server.card(), context_tokens=2)
+        patch.setattr(server, "card", lambda: short)
+        return 400
+    if how == "full":
+        patch.setattr(server.fleet, "limits", SimpleNamespace(max_queue=0))
+        return 429
+    for name in ("choose", "refuser"):
+        patch.setattr(server.fleet.router, name, lambda *_, **__: None)
+    return 503
+
+
+@pytest.mark.parametrize("order", ["the other leg is there", "at once", "the refused leg came first"])
+@pytest.mark.parametrize("how", ["too long", "full", "nobody"])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_leg_that_its_door_refuses_ends_the_other_one_with_its_error(
+    pair: Deployment, role: Role, how: str, order: str
+) -> None:
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    assert_serves(pair)  # the two have met
+
+    async def work(legs: Legs) -> None:
+        lists = {key: [value] * 2 for key, value in legs.address.items()}
+        rooms = [secrets.randbelow(2**62) + 1 for _ in range(2)]
+        body = legs.body(**lists, bootstrap_room=rooms, n=2)
+        lone = asyncio.get_running_loop().create_task
+        if order == "the refused leg came first":
+            refused = await legs.one(legs.at(role), body)
+            left = await legs.one(legs.at(other), body)
+        else:
+            waiting = lone(legs.one(legs.at(other), body))
+            if order == "the other leg is there":
+                await until(lambda: len(handoffs(pair, other)) == 2)
+            refused = await legs.one(legs.at(role), body)
+            left = await waiting
+        assert refused.status_code == left.status_code == wanted
+
+    with paused(pair), pytest.MonkeyPatch.context() as patch:
+        wanted = refuse_at_the_door(server_of(pair, role), how, patch)
+        run(pair, work)
+
+
+def test_a_computed_prompt_whose_decode_leg_is_refused_at_the_door_is_let_go(pair: Deployment) -> None:
+    async def work(legs: Legs) -> None:
+        params = (await legs.prefill_first(ASK)).json()["kv_transfer_params"]
+        assert of(pair, Role.PREFILL).scheduler.sizes()["unbound_rooms"] == 1
+        refused = await legs.one(legs.decode, ASK | {"kv_transfer_params": params})
+        assert refused.status_code == wanted
+        await until(lambda: not handoffs(pair, Role.PREFILL))
+
+    assert_serves(pair)
+    with pytest.MonkeyPatch.context() as patch:
+        wanted = refuse_at_the_door(server_of(pair, Role.DECODE), "too long", patch)
+        run(pair, work)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_client_that_leaves_while_its_door_tokenizes_ends_the_other_leg(
+    pair: Deployment, role: Role
+) -> None:
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    assert_serves(pair)
+    server, begun = server_of(pair, role), threading.Event()
+
+    async def never(*_: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def work(legs: Legs) -> None:
+        body = legs.body()
+        lone = asyncio.get_running_loop().create_task
+        leg = lone(legs.one(legs.at(role), body))
+        await until(begun.is_set)
+        waiting = lone(legs.one(legs.at(other), body))
+        await until(lambda: handoffs(pair, other))
+        await leave(leg)
+        assert code(await waiting) == "499 ABORTED_BY_CLIENT"
+
+    with paused(pair), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "plan", never)
         run(pair, work)
 
 

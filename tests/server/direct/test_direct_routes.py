@@ -153,7 +153,8 @@ class Closing:
 
 def lazy_server(opens: Callable[[LazyDirectServer], Any], role: Role = Role.DECODE) -> LazyDirectServer:
     config = InstanceConfig(model="m", registry="http://127.0.0.1:1", role=role)
-    lazy = LazyDirectServer(config, ME, None, dp=DpRanks(), where=record("a", role), tls=None)  # type: ignore[arg-type]
+    where = record("a", role)
+    lazy = LazyDirectServer(config, ME, None, dp=DpRanks(), where=where, halves=None, tls=None)  # type: ignore[arg-type]
 
     async def opened() -> Any:
         return await opens(lazy)

@@ -133,7 +133,7 @@ def halves(backend: Any, samples: int) -> list[DirectHalf]:
 def prefill(size: int = 4) -> tuple[Any, Parts]:
     door: Any = object.__new__(PrefillDirectServer)
     door.settings, door._dp, door._where = SETTINGS, DpRanks(size=size), WHERE
-    door.me, door.fleet = ME, None
+    door.me, door.fleet, door.halves = ME, None, None
     parts = Parts()
     parts.plan_of(door, samples=2)
     return door, parts
@@ -227,7 +227,7 @@ def test_prefill_computes_the_prompt_and_one_token_whatever_the_client_wants_and
 def decode(*records: InstanceRecord) -> tuple[Any, Parts]:
     door: Any = object.__new__(DecodeDirectServer)
     door.settings, door._listed = SETTINGS, SimpleNamespace(prefill=list(records))
-    door.fleet = SimpleNamespace(changed=asyncio.Event().wait)
+    door.fleet, door.halves = SimpleNamespace(changed=asyncio.Event().wait), None
     parts = Parts()
     parts.plan_of(door, samples=3)
     return door, parts
@@ -359,7 +359,7 @@ def test_a_door_places_once_with_the_secret_and_tls_of_its_instance_and_samples_
         secret=secret,
         load_balance="total_requests",
     )
-    lazy = LazyDirectServer(config, ME, None, dp=DpRanks(), where=WHERE, tls=tls)  # type: ignore[arg-type]
+    lazy = LazyDirectServer(config, ME, None, dp=DpRanks(), where=WHERE, halves=None, tls=tls)  # type: ignore[arg-type]
     asyncio.run(lazy.opened())
     settings = made["settings"]
     assert (settings.max_attempts, settings.policy) == (1, "total_requests"), "a router tries again by itself"

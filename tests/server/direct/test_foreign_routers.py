@@ -84,7 +84,8 @@ class Parts:
 
     def start(self, name: str) -> None:
         registry = ("--registry", f"http://127.0.0.1:{BOOTSTRAP}")
-        theirs = registry if self.registry_apart else ("--bootstrap-port", str(BOOTSTRAP))
+        # Routers name prefill by this port, whoever runs the registry.
+        theirs = ("--bootstrap-port", str(BOOTSTRAP), *(registry if self.registry_apart else ()))
         words = {
             "registry": [sys.executable, "-c", REGISTRY],
             "prefill": self._segue("prefill", PREFILL, *theirs),
@@ -355,7 +356,7 @@ def test_a_thousand_requests_while_prefill_decode_and_the_registry_are_killed(
                 answer = http.post(f"http://127.0.0.1:{port}/v1/completions", json=bodies[number % 8])
                 right = answer.status_code == 200 and said(answer) == wanted[number % 8]
                 with lock:
-                    ends["right" if right else f"{answer.status_code}"] += 1
+                    ends["right" if right else f"{answer.status_code} {answer.text[:160]}"] += 1
                 if answer.status_code != 200:
                     time.sleep(1)  # what a client does that is told to try again
 
@@ -380,9 +381,9 @@ def test_a_thousand_requests_while_prefill_decode_and_the_registry_are_killed(
     finally:
         for name in list(parts.running)[::-1]:
             parts.end(name)
-    sys.stdout.write(f"{router}: {dict(ends)}\n")
+    sys.stdout.write(f"{router}: {json.dumps(ends, indent=1)}\n")
     assert sum(ends.values()) == total
-    assert ends["200"] == 0, "a wrong answer"
+    assert not [end for end in ends if end.startswith("200")], "a wrong answer"
     assert ends["right"] >= 0.8 * total
 
 

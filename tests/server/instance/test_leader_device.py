@@ -459,6 +459,25 @@ def test_a_request_that_ends_while_its_format_is_compiled_is_not_begun() -> None
     assert open_requests(rig) == set()
 
 
+def test_a_half_of_direct_mode_that_ends_before_its_format_is_compiled_tells_the_other_half() -> None:
+    """A scheduler has not seen it, and nobody else tells."""
+    rig, formats = formats_rig()
+    told: list[tuple[str, ErrorCode]] = []
+    rig.scheduler.leave_out = lambda submit, error: told.append((submit.request.request_id, error.code))  # type: ignore[method-assign]
+    shaped(rig, "cancelled", 1)
+    shaped(rig, "orphan", 2)
+    rig.leader.inbox.put(FromFrontend(FRONT, Cancel("cancelled", AbortedByClient("gone").info)))
+    rig.leader.decide()
+    assert told == [("cancelled", ErrorCode.ABORTED_BY_CLIENT)]
+    rig.leader.inbox.put(FrontendGone(FRONT, PeerLost("gone").info))
+    rig.leader.decide()
+    assert told[1:] == [("orphan", ErrorCode.PEER_LOST)]
+    formats.full = True
+    shaped(rig, "full", 3, "b")
+    rig.leader.decide()
+    assert told[2:] == [("full", ErrorCode.OUT_OF_CAPACITY)]
+
+
 def test_formats_that_cannot_wait_are_refused_and_a_draining_leader_parks_nothing() -> None:
     rig, formats = formats_rig()
     formats.full = True

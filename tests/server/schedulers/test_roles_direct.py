@@ -315,6 +315,61 @@ def test_a_drain_waits_for_rooms_that_decode_has_not_taken_yet() -> None:
     assert legs.prefill.scheduler.drained
 
 
+def test_a_drain_ends_rooms_that_no_decode_takes_once_they_are_stale() -> None:
+    """A switch of roles would wait for the time of their requests."""
+    legs = Legs()
+    for k in range(3):
+        legs.prefill_leg(f"{k}", 9 + k, [k, *PROMPT])
+        legs.run()
+        legs.clock.advance(1.0)
+    legs.prefill.scheduler.drain()
+    legs.run()
+    assert legs.prefill.scheduler.unbound == 3
+    assert legs.prefill.scheduler.next_deadline() == STALE_S
+    legs.clock.advance(STALE_S - 3.0)
+    legs.run()
+    assert legs.prefill.scheduler.unbound == 2
+    legs.clock.advance(2.0)
+    legs.run()
+    assert (legs.prefill.scheduler.unbound, legs.prefill.scheduler.abandoned) == (0, 3)
+    assert legs.prefill.scheduler.drained
+    legs.decode_leg("0", 9, [0, *PROMPT])
+    legs.run()
+    assert legs.errors("d0") == ["OUT_OF_CAPACITY"]
+
+
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+def test_a_half_with_a_forged_ticket_says_nothing_to_the_other_one(half: str) -> None:
+    legs = Legs()
+    node = legs.prefill if half == "prefill" else legs.decode
+    node.scheduler.admission.secret = b"a secret that the ticket does not show"
+    one, other = legs.prefill_leg, legs.decode_leg
+    if half == "decode":
+        one, other = other, one  # type: ignore[assignment]
+    one("forged", 9)
+    legs.run()
+    node.scheduler.admission.secret = b""
+    one("r", 9)
+    other("r", 9)
+    legs.run()
+    assert legs.errors(half[0] + "forged") == ["UNAUTHORIZED"]
+    assert legs.tokens("dr")
+    legs.assert_at_rest()
+
+
+@pytest.mark.parametrize("looked_for", [0, 1])
+def test_a_refused_half_of_prefill_is_registered_where_decode_looks_elsewhere(looked_for: int) -> None:
+    """Else decode would wait for the rank of a room that nobody opens."""
+    legs = Legs()
+    legs.prefill.scheduler.config = replace(
+        legs.prefill.scheduler.config, dp=DpRanks(size=2, load_balance="follow_bootstrap_room")
+    )
+    legs.prefill.scheduler.drain()
+    legs.prefill_leg("r", 8 + looked_for)
+    asked = [e for e in legs.prefill.effects if isinstance(e, events.RegisterRoom)]
+    assert len(asked) == looked_for
+
+
 @pytest.mark.parametrize(
     ("dp", "announced"),
     [

@@ -47,6 +47,18 @@ class ExpectRoom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseRoom:
+    """Engine, prefill: nobody will open this room, so that a destination for it, waiting or late, gets
+    `error` at once. It is remembered until `deadline`. A no-op for a room that was opened, which is another
+    request's. `announce` as in `ExpectRoom`."""
+
+    key: RoomKey
+    error: ErrorInfo
+    deadline: float
+    announce: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenReceiver:
     """Engine, decode: a decode half begins. It is WAITING_FOR_INPUT once the session to the prefill leader is
     up (`PeerUp` seen, before or after this).
@@ -136,9 +148,9 @@ class AllowReplacement:
 
 @dataclass(frozen=True, slots=True)
 class DeclineRoom:
-    """Engine, decode: no destination will be published for the room of this receiver, which may be unknown
-    here. Prefill is told, if there is a session and its DP rank is named or inferred; it obeys where `claim`
-    is that of its room."""
+    """Engine, decode: no destination will be published for this room. Prefill is told, if there is a session:
+    the DP rank that is named, or all of them. It obeys where `claim` is that of its room, or empty for a room
+    that was placed for no decode leader. A no-op for a room with a receiver here, which tells by itself."""
 
     key: RoomKey
     prefill: LeaderId
@@ -275,6 +287,7 @@ class Tick:
 
 RoomEvent = (
     ExpectRoom
+    | RefuseRoom
     | OpenReceiver
     | Publish
     | SendChunk

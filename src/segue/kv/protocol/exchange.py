@@ -41,6 +41,7 @@ from segue.kv.protocol.events import (
     RankEvent,
     Received,
     Redirected,
+    RefuseRoom,
     RoomFound,
     RoomUnknown,
     SendChunk,
@@ -135,6 +136,7 @@ class Exchange:
         if role is Role.PREFILL:
             self._handlers |= {
                 ExpectRoom: rooms.expect,
+                RefuseRoom: rooms.refuse,
                 SendChunk: rooms.send_chunk,
                 SendMetadata: rooms.send_metadata,
                 EndRoom: rooms.end,
@@ -275,6 +277,10 @@ class Exchange:
     def epoch_owner(self, decode: LeaderId, epoch: int) -> Machine | None:
         """The machine whose writes carry this epoch of `decode`."""
         return self._epochs.get((decode, epoch))
+
+    def linked(self, peer: LeaderId) -> bool:
+        """Whether the session to this leader is up."""
+        return peer in self._links
 
     def new_epoch(self) -> int:
         """A number that this leader has never used for writes to it."""

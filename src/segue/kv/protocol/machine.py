@@ -152,6 +152,7 @@ class Machine:
         "_plan",
         "checksum",
         "deadline",
+        "declined",
         "ended_by_peer",
         "epoch",
         "error",
@@ -198,6 +199,8 @@ class Machine:
         self.fences = Fences({}, args.peer)
         #: The peer ended this hand-off, so it need not hear of it.
         self.ended_by_peer = False
+        #: see `Tombstone.declined`
+        self.declined: bytes | None = None
 
     @property
     def phase(self) -> KVPoll:

@@ -49,7 +49,7 @@ from segue.kv.protocol.link import LocalLeader
 from segue.kv.protocol.machine import IllegalEvent
 from segue.kv.protocol.messages import MAX_CLAIM_BYTES, Declined
 from segue.kv.protocol.receiver import DestinationTerms, ReceiverMachine
-from segue.kv.protocol.room_ranks import DpRanks, PrefillInstance
+from segue.kv.protocol.room_ranks import PrefillInstance
 from segue.kv.protocol.rooms import MachineHost
 from segue.kv.protocol.timers import DeadlineEntry, Deadlines
 from segue.kv.protocol.tombstones import Tombstones
@@ -153,16 +153,25 @@ class Receptions:
 
     def decline(self, event: DeclineRoom) -> None:
         """See `DeclineRoom`."""
-        key, leader, me = event.key, event.prefill, self._local.me
-        if leader.is_open:
-            instance = self._instances.get(leader.incarnation)
-            rank = None if instance is None else instance.dp.inferred(key.room)
-            if rank is None:
-                return
-            leader = LeaderId(leader.incarnation, rank)
-        transfer = TransferId(key.room, key.attempt, leader, me, key.generation, key.ordinal)
-        error = self._tombstones.record(event.error, key.room, leader)
-        self._turn.emit(Send(leader, Declined(transfer, error, event.claim)))
+        if event.key not in self.receptions:
+            self._decline(event, remember=True)
+
+    def _decline(self, event: DeclineRoom, *, remember: bool) -> None:
+        """Tell prefill; with `remember`, on its next session if it has none now."""
+        key, prefill = event.key, event.prefill
+        ranks = [prefill]
+        if prefill.is_open:
+            instance = self._instances.get(prefill.incarnation)
+            there = () if instance is None else sorted(instance.ranks)
+            ranks = [LeaderId(prefill.incarnation, rank) for rank in there]
+        for leader in ranks:
+            transfer = TransferId(key.room, key.attempt, leader, self._local.me, key.generation, key.ordinal)
+            error = self._tombstones.record(event.error, key.room, leader)
+            listed = self._instances.get(leader.incarnation)
+            if self._host.linked(leader):
+                self._turn.emit(Send(leader, Declined(transfer, error, event.claim)))
+            elif remember and listed is not None and leader.dp_rank in listed.ranks:
+                self._tombstones.add_unopened(transfer, error, ended_by_peer=False, declined=event.claim)
 
     def _due(self, key: RoomKey) -> None:
         """The deadline has passed. A hand-off that goes on has it, too."""
@@ -198,11 +207,9 @@ class Receptions:
         instance = self._instances.get(opened.prefill.incarnation)
         if instance is None:
             return  # the registry has not named it yet
-        dp = instance.dp
-        if self._local.dp.force_query or opened.force_query:
-            dp = DpRanks(size=dp.size, load_balance=dp.load_balance, force_query=True)
+        dp, force_query = instance.dp, self._local.dp.force_query or opened.force_query
         try:
-            rank = dp.inferred(opened.key.room, opened.hint)
+            rank = dp.inferred(opened.key.room, opened.hint, force_query=force_query)
         except SegueError as error:
             self._fail(reception, error.info)
             return
@@ -264,6 +271,7 @@ class Receptions:
         args = self._host.args(transfer, leader, opened.prompt_tokens, opened.deadline)
         machine = ReceiverMachine(args, DestinationTerms(opened.claim, inferred, opened.replaces))
         reception.machine = machine
+        machine.declined = None if opened.placed else opened.claim
         self._host.add(machine, reception)
         if machine.link is not None:
             self._host.tell(machine, machine.link)
@@ -289,10 +297,9 @@ class Receptions:
         reception.phase = phase.phase
         self._turn.emit(phase)
         if phase.phase is KVPoll.FAILED and waits and not opened.placed:
-            machine = reception.machine
-            leader = opened.prefill if machine is None else machine.transfer.prefill
             error = phase.error or Internal("no reason given").info
-            self.decline(DeclineRoom(opened.key, leader, error, opened.claim))
+            word = DeclineRoom(opened.key, opened.prefill, error, opened.claim)
+            self._decline(word, remember=reception.machine is None)
 
     def _settle(self, reception: Reception) -> None:
         if reception.asked:

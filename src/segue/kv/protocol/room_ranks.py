@@ -28,13 +28,14 @@ class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
     force_query: bool = False
     on_conflict: str = REDIRECT_ON_CONFLICT
 
-    def inferred(self, room: int, hint: int | None = None) -> int | None:
-        """The rank that decode tries for `room` if its ticket names none; see `resolve_prefill_dp_rank`."""
+    def inferred(self, room: int, hint: int | None = None, *, force_query: bool = False) -> int | None:
+        """The rank that decode tries for `room` if its ticket names none; see `resolve_prefill_dp_rank`. The
+        request itself may `force_query`."""
         return resolve_prefill_dp_rank(
             room=room,
             dp_size=self.size,
             load_balance=self.load_balance,
-            force_query=self.force_query,
+            force_query=self.force_query or force_query,
             request_rank=hint,
         )
 

@@ -54,6 +54,7 @@ from segue.kv.protocol.events import (
     PeerDown,
     Phase,
     Received,
+    RefuseRoom,
     RegisterRoom,
     Release,
     RoomFound,
@@ -113,6 +114,7 @@ class MachineHost(Protocol):
     def run(self, machine: Machine, event: object) -> None: ...
     def tell(self, machine: Machine, event: object) -> bool: ...
     def epoch_owner(self, decode: LeaderId, epoch: int) -> Machine | None: ...
+    def linked(self, peer: LeaderId) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +209,8 @@ class Rooms:
         self.open = 0
         #: waiting messages by decode leader; their number, and the number of their page ids
         self._parked_of: dict[LeaderId, dict[AnyParked, None]] = {}
+        #: those of them that are `Declined`, the oldest first
+        self._words: dict[AnyParked, None] = {}
         self.parked = 0
         self.parked_pages = 0
 
@@ -230,6 +234,22 @@ class Rooms:
         if room.state is _S.EXPECTED and (error := self._given_up(event, declined)) is not None:
             self._close(room, error, tell=False)
 
+    def refuse(self, event: RefuseRoom) -> None:
+        """See `RefuseRoom`."""
+        room = self.rooms.get(event.key)
+        if room is not None and room.state is not _S.PARKED:
+            return
+        room = room or self._new(event.key)
+        room.expected = ExpectRoom(key=event.key, prompt_tokens=1, deadline=event.deadline)
+        room.state, room.phase, room.until = _S.CLOSED, KVPoll.FAILED, event.deadline
+        room.error = self._tombstones.record(event.error, event.key.room, None)
+        self._settle(room)
+        if event.announce:
+            self._turn.emit(RegisterRoom(event.key, max(0.0, event.deadline - self._turn.now)))
+        self._take(room.declined)
+        self._refuse_waiting(room, room.error)
+        self._remember(room)
+
     def _given_up(self, event: ExpectRoom, declined: list[Parked[Declined]]) -> ErrorInfo | None:
         """The reason why decode will not bind the room: it has ended its half before ours began."""
         if event.decode is not None and not event.retain_s:
@@ -241,7 +261,11 @@ class Rooms:
 
     @staticmethod
     def _may_decline(opened: ExpectRoom, peer: LeaderId, message: Declined) -> bool:
-        """Whether this leader's message ends the room: it knows the claim and concerns no older attempt."""
+        """Whether this leader's message ends the room: it knows the claim and concerns no older attempt. A
+        room that was placed for nobody has a number that only its placer knows; who has refused its request
+        unread knows no claim."""
+        if opened.decode is None and not message.claim:
+            return True
         placed = opened.decode is None or (
             opened.decode == peer and message.transfer.attempt >= opened.attempt
         )
@@ -489,7 +513,8 @@ class Rooms:
             self._unpark(room.declined, transfer)  # the newest one counts
         if not self._has_place(peer, message):
             return
-        room = room or self._new(transfer.sent_as)
+        # Not the one from before: it may have been forgotten to make place.
+        room = self.rooms.get(transfer.sent_as) or self._new(transfer.sent_as)
         if isinstance(message, Declined):
             word = self._waiting(peer, message, self._limits.early_wait_s)
             self._keep(room.declined, word)
@@ -502,12 +527,28 @@ class Rooms:
 
     def _has_place(self, peer: LeaderId, message: Destination | Declined) -> bool:
         """Whether one more message of this leader may wait; a destination that may not is refused."""
-        problem = self._no_place(peer, len(message.pages) if isinstance(message, Destination) else 0)
+        pages = len(message.pages) if isinstance(message, Destination) else 0
+        while (problem := self._no_place(peer, pages)) and self._drop_word(peer):
+            pass
         if problem:
             self._counters["early_refused"] += 1
             if isinstance(message, Destination):
                 self._refuse(peer, message.transfer, OutOfCapacity(problem).info)
         return not problem
+
+    def _drop_word(self, peer: LeaderId) -> bool:
+        """Make place: forget the oldest `Declined` of this leader, or of any if the whole table is full. Its
+        room ends by its deadline then; a destination that is refused is a lost request. False if there is
+        none."""
+        full = self.parked >= self._limits.max_early_destinations
+        word = next((word for word in self._words if full or word.peer == peer), None)
+        if word is None:
+            return False
+        transfer = word.message.transfer
+        room = self.rooms[transfer.sent_as]
+        self._unpark(room.declined, transfer)
+        self._forget_if_empty(room)
+        return True
 
     def _no_place(self, peer: LeaderId, more_pages: int) -> str:
         limits, theirs = self._limits, self._parked_of.get(peer, ())
@@ -528,6 +569,8 @@ class Rooms:
     def _keep(self, table: dict[TransferId, Parked[Word]], parked: Parked[Word]) -> None:
         table[parked.message.transfer] = parked
         self._parked_of.setdefault(parked.peer, {})[parked] = None
+        if isinstance(parked.message, Declined):
+            self._words[parked] = None
         self._deadlines.add(parked.timer)
         self.parked += 1
         self.parked_pages += parked.pages
@@ -538,6 +581,7 @@ class Rooms:
         if parked is not None:
             self._deadlines.cancel(parked.timer)
             del self._parked_of[parked.peer][parked]
+            self._words.pop(parked, None)
             if not self._parked_of[parked.peer]:
                 del self._parked_of[parked.peer]
             self.parked -= 1
@@ -805,8 +849,12 @@ class Rooms:
             self._release(room)
 
     def _release(self, room: Room) -> None:
-        """The pages of a closed room are free; it is remembered from now on, until too many others are."""
+        """The pages of a closed room are free."""
         self._turn.emit(Release(room.key))
+        self._remember(room)
+
+    def _remember(self, room: Room) -> None:
+        """Keep a closed room for a late word about it, until too many others are kept."""
         self._set_timer(room, max(room.until, self._turn.now + self._limits.peer_silence_s))
         self._closed[room.key] = None
         if len(self._closed) > self._limits.max_transfers:
@@ -857,7 +905,9 @@ class Rooms:
         parked = self._all_parked()
         pages = sum(p.pages for p in parked)
         indexed = {p for theirs in self._parked_of.values() for p in theirs}
-        if (len(parked), pages) != (self.parked, self.parked_pages) or set(parked) != indexed:
+        words = {p for p in parked if isinstance(p.message, Declined)}
+        counted = (len(parked), pages) == (self.parked, self.parked_pages)
+        if not counted or set(parked) != indexed or words != set(self._words):
             found.append("the counts of parked destinations disagree with the table")
         states = [room.state for room in rooms]
         if self.open != states.count(_S.EXPECTED) + states.count(_S.BOUND):

@@ -18,13 +18,15 @@ _UNANSWERED = frozenset({Gone, Drained, Committed, Declined})
 
 @dataclass(slots=True)
 class Tombstone:
-    """`opened`: this side had a machine for it. `ended_by_peer`: the peer need not be told of the end."""
+    """`opened`: this side had a machine for it. `ended_by_peer`: the peer need not be told of the end.
+    `declined`, on decode: it is told so with this claim, for its room was not placed for us."""
 
     phase: KVPoll
     error: ErrorInfo | None
     timer: DeadlineEntry
     opened: bool
     ended_by_peer: bool
+    declined: bytes | None = None
 
 
 class Tombstones:
@@ -64,8 +66,12 @@ class Tombstones:
         or still to come."""
         for transfer in self._of.get(peer, ()):
             ended = self.ended[transfer]
-            if ended.error is not None and not ended.ended_by_peer:
+            if ended.error is None or ended.ended_by_peer:
+                continue
+            if ended.declined is None:
                 self._turn.emit(Send(peer, Failed(transfer, ended.error)))
+            else:
+                self._turn.emit(Send(peer, Declined(transfer, ended.error, ended.declined)))
 
     def error_of(self, message: Failed | Abort | Gone, peer: LeaderId) -> ErrorInfo:
         """Why the peer ended a hand-off that has not begun here."""
@@ -82,17 +88,24 @@ class Tombstones:
 
     def add_tombstone(self, machine: Machine) -> None:
         """Remember a machine that has ended."""
-        tombstone = Tombstone(machine.phase, machine.error, machine.timer, True, machine.ended_by_peer)
-        self._add(machine.transfer, tombstone, machine.deadline)
+        about = (machine.phase, machine.error, machine.timer, True, machine.ended_by_peer)
+        self._add(machine.transfer, Tombstone(*about, machine.declined), machine.deadline)
 
     def add_unopened(
-        self, transfer: TransferId, error: ErrorInfo, *, ended_by_peer: bool, until: float | None = None
+        self,
+        transfer: TransferId,
+        error: ErrorInfo,
+        *,
+        ended_by_peer: bool,
+        until: float | None = None,
+        declined: bytes | None = None,
     ) -> None:
         """Remember a hand-off that failed with `error` before it had a machine here."""
         until = self._turn.now + self._local.limits.request_budget_s if until is None else until
         timer = DeadlineEntry(until, lambda _: self._expired(transfer))
         self._deadlines.add(timer)
-        self._add(transfer, Tombstone(KVPoll.FAILED, error, timer, False, ended_by_peer), until)
+        tombstone = Tombstone(KVPoll.FAILED, error, timer, False, ended_by_peer, declined)
+        self._add(transfer, tombstone, until)
 
     def _add(self, transfer: TransferId, tombstone: Tombstone, until: float) -> None:
         """Leave a tombstone until the transfer's deadline, and long enough that what is still under way

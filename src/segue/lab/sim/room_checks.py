@@ -437,11 +437,13 @@ class RoomChecks:
         was_closed: bool,
         live: TransferId | None,
     ) -> None:
-        """11: only the placed decode ends it, or one with the claim, and only while nobody has it."""
+        """11: only the placed decode ends it, with the claim, and only while nobody has it; if nobody is
+        placed, any decode, and without a claim, too."""
         expected, transfer = ledger.expected, message.transfer
         ends = any(isinstance(e, events.Phase) and e.phase.terminal for e in effects)
         placed = expected.decode in (None, transfer.decode)
-        if ends and (not placed or message.claim != expected.claim or live is not None):
+        known = message.claim == expected.claim or (expected.decode is None and not message.claim)
+        if ends and (not placed or not known or live is not None):
             raise self._broken(11, node, f"{message} ended a room that was not its own", transfer.room)
         if not was_closed:
             self._count(11, "declined" if ends else "no right to decline")

@@ -201,7 +201,7 @@ class RoomEngine:
         digest = room.digest(wrong=claim.wrong)
         if claim.declines:
             error = AbortedByClient("decode has the prompt already", room=room.number)
-            node.manager.decline(key, prefill, error.info, claim=digest)
+            node.manager.decline(key, prefill, error.info, claim=b"" if claim.unread else digest)
             return
         receiver = node.manager.receive(
             key,

@@ -40,8 +40,10 @@ class Claim:
     repeat_s: float = 0.01
     #: prefill's acceptance is heard as `Moved`
     moved: bool = False
-    #: it declines the room and publishes nothing; else it ends its half after so many seconds
+    #: it declines the room and publishes nothing, if it has not read the request without a claim; else it
+    #: ends its half after so many seconds
     declines: bool = False
+    unread: bool = False
     abort_s: float | None = None
 
     @property
@@ -224,9 +226,10 @@ def _evicted(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: list
 
 
 def _declined(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: list[NodeSpec]) -> RoomPlan:
-    """A decode declines it: before it is opened, unbound or bound, with the claim or without."""
+    """A decode declines it: before it is opened, unbound or bound, with the claim, another one or none."""
     claim = _next(rng, plan, decodes, (-0.01, 0.0, 0.01, 0.05))
-    return _also(plan, replace(claim, declines=True, wrong=rng.random() < 0.3))
+    kind = rng.random()
+    return _also(plan, replace(claim, declines=True, wrong=kind < 0.3, unread=kind > 0.8))
 
 
 def _open_rank(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: list[NodeSpec]) -> RoomPlan:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from segue.kv import DpRanks, LeaderId, Role, SegueError
+from segue.kv import DpRanks, Handles, LeaderId, Role, SegueError
 from segue.kv.session import Tls, awaited, typed
 from segue.server.direct.direct_server import (
     DecodeDirectServer,
@@ -44,7 +44,7 @@ _Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 class LazyDirectServer:
     """Makes the direct-mode server of an instance at the first call of `opened`. `dp` are the DP ranks of the
-    instance, `where` is its entry in the registry."""
+    instance, `where` is its entry in the registry, `halves` are those of this process's leader."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class LazyDirectServer:
         *,
         dp: DpRanks,
         where: InstanceRecord,
+        halves: Handles | None,
         tls: Tls | None,
     ) -> None:
         self.metrics = Metrics()
@@ -62,6 +63,7 @@ class LazyDirectServer:
         self._registry = registry
         self._dp = dp
         self._where = where
+        self._halves = halves
         self._tls = tls
         self._opening: asyncio.Task[DirectServer] | None = None
         self.server: DirectServer | None = None
@@ -117,7 +119,7 @@ class LazyDirectServer:
             tls=self._tls,
             records=records,
         )
-        common = (fleet, tokenizer, settings, self.metrics, records, self._me)
+        common = (fleet, tokenizer, settings, self.metrics, records, self._me, self._halves)
         if config.role is Role.PREFILL:
             server: DirectServer = PrefillDirectServer(*common, dp=self._dp, where=self._where)
         elif config.role is Role.DECODE:

@@ -2,15 +2,16 @@
 
 The server is the frontend's own, and places its half of a request on a leader of its own instance. The
 router has chosen the pair. The halves find each other by the room: prefill's leader expects it, decode's
-leader binds it (`kv.protocol.rooms`). The two servers exchange nothing.
+leader binds it (`kv.protocol.rooms`). The two servers exchange nothing: of a leg that its server refuses, the
+other half hears as of one that its leader refuses, by the leader of the server's process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,16 @@ from segue.kv import (
     BootstrapUnreachable,
     DpRanks,
     ErrorInfo,
+    Handles,
     Incarnation,
     LeaderId,
     Role,
+    RoomKey,
     SegueError,
     new_room,
 )
-from segue.kv.session import is_loopback
-from segue.server.fleet.call import DirectHalf
+from segue.kv.session import is_loopback, typed
+from segue.server.fleet.call import Call, DirectHalf
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.replica import Replica
 from segue.server.frontend.app import Generating, OpenAIServer, OpenAIServerSettings, with_header_rank
@@ -37,9 +40,9 @@ from segue.server.frontend.backend import Generation
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
 from segue.server.frontend.legs import Bootstrap, ComputedRoom, computed_room, legs_of, transfer_params
 from segue.server.frontend.native import as_completion, native_plan, read_native
-from segue.server.frontend.openai_types import ChatBody, CompletionBody
+from segue.server.frontend.openai_types import ChatBody, CompletionBody, GenerateFields
 from segue.server.frontend.params import ModelCard, rank_hints
-from segue.server.frontend.plan import Plan
+from segue.server.frontend.plan import Plan, sample_count
 from segue.server.frontend.problems import BadParam
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.messages.control import FlushCache, Load
@@ -73,17 +76,35 @@ class OwnInstance:
 
 
 class OneRoom:
-    """The backend of one body's samples: each is a half in one room (`fleet.call.DirectHalf`)."""
+    """The backend of one body's `count` samples: each is a half in one room (`fleet.call.DirectHalf`).
+    `prefill` has the other halves, if it is known; it is None on prefill itself."""
 
-    def __init__(self, fleet: Fleet, room: int, plan: Plan, prefill: LeaderId | None = None) -> None:
+    def __init__(self, fleet: Fleet, room: int, count: int) -> None:
+        self.room = room
+        self.prefill: LeaderId | None = None
         self._fleet = fleet
-        self._halves = {
-            s.request.request_id: DirectHalf(room, k, prefill) for k, s in enumerate(plan.samples)
-        }
+        self._ordinals: dict[str, int] = {}
+        self._calls: list[Call | None] = [None] * count
+
+    def holds(self, plan: Plan) -> None:
+        """`plan` has the samples."""
+        self._calls = [None] * len(plan.samples)
+        self._ordinals = {s.request.request_id: k for k, s in enumerate(plan.samples)}
 
     def submit(self, request: Request, *, budget_s: float) -> Generation:
         """See `server.frontend.backend.Generator`."""
-        return self._fleet.submit(request, budget_s=budget_s, half=self._halves[request.request_id])
+        ordinal = self._ordinals[request.request_id]
+        half = DirectHalf(self.room, ordinal, self.prefill)
+        call = self._calls[ordinal] = self._fleet.submit(request, budget_s=budget_s, half=half)
+        return call
+
+    def unplaced(self) -> list[RoomKey]:
+        """The halves that no leader has got. A leader tells the other half itself how its own has ended."""
+        return [
+            RoomKey(self.room, ordinal=k)
+            for k, call in enumerate(self._calls)
+            if call is None or not call.attempts.begun
+        ]
 
     def complete(self, request_id: str) -> None:
         """See `server.frontend.backend.Generator`."""
@@ -105,10 +126,13 @@ class DirectServer(OpenAIServer):
         metrics: Metrics,
         records: Records,
         me: LeaderId,
+        halves: Handles | None = None,
     ) -> None:
         super().__init__(fleet, tokenizer, settings, metrics, records)
         self.fleet = fleet
         self.me = me
+        #: of the leader in this process; a unified one has none
+        self.halves = halves
 
     def sizes(self) -> dict[str, int]:
         """Resources that requests hold here; all zero at rest."""
@@ -117,6 +141,27 @@ class DirectServer(OpenAIServer):
     def check_model(self, name: str | None) -> None:
         """Like the frontend's; a router that knows no model sends `unknown`."""
         super().check_model(None if name == "unknown" else name)
+
+    @contextmanager
+    def one_room(
+        self, room: int, body: GenerateFields, tell: Callable[[Handles, RoomKey, ErrorInfo], object]
+    ) -> Iterator[OneRoom]:
+        """The room of a leg. If what is done with it fails, `tell` is called for each half that no leader has
+        got, which its other half would wait for."""
+        try:
+            count = sample_count(body)
+        except BadParam:
+            count = 0  # both legs are refused
+        one = OneRoom(self.fleet, room, count)
+        del body
+        try:
+            yield one
+        except Exception as failure:
+            error = typed(failure, "answering a leg").info
+            if self.halves is not None:
+                for key in one.unplaced():
+                    tell(self.halves, key, error)
+            raise
 
     async def native(self, scope: Scope, receive: Receive, send: Send) -> None:
         """SGLang's `/generate`."""
@@ -223,12 +268,22 @@ class PrefillDirectServer(DirectServer):
             more = {"kv_transfer_params": transfer_params(computed)}
         else:
             raise _no_legs("prefill")
-        async with call:
-            plan = await self.plan(call, body, raw, make)
-            del body, raw, make, legs
-            if rank is None and self._dp.size > 1 and len(plan.samples) > 1:
-                self._together(plan, room)
-            await self.run(call, plan, started, OneRoom(self.fleet, room, plan), more, instead)
+        where = rank_hints(body).looked_for(self._dp, room)
+        known_elsewhere = legs.bootstrap is not None
+
+        def tell(halves: Handles, key: RoomKey, error: ErrorInfo) -> None:
+            if known_elsewhere:
+                budget_s, announce = self.settings.limits.request_budget_s, where != self.me.dp_rank
+                halves.refuse(key, error, budget_s, announce=announce)
+
+        with self.one_room(room, body, tell) as one:
+            async with call:
+                plan = await self.plan(call, body, raw, make)
+                del body, raw, make, legs
+                if rank is None and self._dp.size > 1 and len(plan.samples) > 1:
+                    self._together(plan, room)
+                one.holds(plan)
+                await self.run(call, plan, started, one, more, instead)
 
     def _together(self, plan: Plan, room: int) -> None:
         """Place all samples on one DP rank: the registry knows one for each room."""
@@ -258,11 +313,19 @@ class DecodeDirectServer(DirectServer):
         if legs.bootstrap is None and legs.transfer is None:
             raise _no_legs("decode")
         named = legs.bootstrap or computed_room(legs.transfer or {})
-        async with call:
-            prefill = await self._find(named)
-            plan = await self.plan(call, body, raw, make)
-            del body, raw, make, legs
-            await self.run(call, plan, started, OneRoom(self.fleet, named.room, plan, prefill))
+
+        def tell(halves: Handles, key: RoomKey, error: ErrorInfo) -> None:
+            prefill = one.prefill or self._listed_as(named)
+            if prefill is not None:  # else there is nobody to tell
+                halves.decline(key, prefill, error)
+
+        with self.one_room(named.room, body, tell) as one:
+            async with call:
+                one.prefill = await self._find(named)
+                plan = await self.plan(call, body, raw, make)
+                del body, raw, make, legs
+                one.holds(plan)
+                await self.run(call, plan, started, one)
 
     async def _find(self, named: Bootstrap | ComputedRoom) -> LeaderId:
         """The prefill leader that has the room. Raises BootstrapUnreachable if the registry names none."""

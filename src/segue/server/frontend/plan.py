@@ -132,11 +132,8 @@ class Planner:
         n = samples(body)
         if body.best_of is not None and body.best_of != n:
             raise BadParam("best_of: not supported; leave it out or set it to n", "best_of")
+        sample_count(body)
         given = _given_prompts(body)
-        if len(given) * n > MAX_SAMPLES:
-            raise BadParam(
-                f"{len(given)} prompts with {n} samples each: at most {MAX_SAMPLES} in all", "prompt"
-            )
         max_tokens, max_tokens_param = asked_tokens(body)
         echo_only = bool(body.echo) and max_tokens == 0
         grammar = grammar_of(body)
@@ -202,6 +199,17 @@ class Planner:
                 body.prompt if len(body.prompt) == len(prompts) else prompts, prompts, strict=True
             )
         ]
+
+
+def sample_count(body: GenerateFields) -> int:
+    """How many samples the plan for `body` has. Raises BadParam for what can have none."""
+    n = samples(body)
+    if not isinstance(body, CompletionBody):
+        return n
+    prompts = len(_given_prompts(body))
+    if prompts * n > MAX_SAMPLES:
+        raise BadParam(f"{prompts} prompts with {n} samples each: at most {MAX_SAMPLES} in all", "prompt")
+    return prompts * n
 
 
 def _given_prompts(body: CompletionBody) -> list[str | list[int]]:

@@ -313,7 +313,15 @@ class Instance:
 
     def _make_direct_server(self, registry: Registry) -> LazyDirectServer:
         config = self.config
-        lazy = LazyDirectServer(config, self.me, registry, dp=self.dp, where=self._record(), tls=self.tls)
+        lazy = LazyDirectServer(
+            config,
+            self.me,
+            registry,
+            dp=self.dp,
+            where=self._record(),
+            halves=self.manager,
+            tls=self.tls,
+        )
         self._sights.door = lazy.tables
         self._stack.push_async_callback(lazy.close)
         if not self._keys and not is_loopback(config.host):

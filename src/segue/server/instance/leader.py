@@ -132,10 +132,6 @@ Item = (
 )
 
 
-def _request_id(message: Submit | Cancel | FlushCache | FollowPrefixes) -> str | None:
-    return message.request.request_id if isinstance(message, Submit) else None
-
-
 def _kind(item: Item) -> str:
     return type(item.message if isinstance(item, FromFrontend) else item).__name__
 
@@ -304,7 +300,7 @@ class Leader:
                 case FormatReady(grammar):
                     self._unpark(grammar, now)
                 case FromFrontend(origin, Cancel() as cancel):
-                    self._drop_parked(origin, cancel.request_id)
+                    self._drop_parked(origin, cancel.reason, cancel.request_id)
                     self.scheduler.cancel(
                         origin, cancel.request_id, cancel.reason, now, complete=cancel.complete
                     )
@@ -314,7 +310,7 @@ class Leader:
                     self._tell_prefixes()
                     self._prefixes(origin, self.journal().whole())
                 case FrontendGone(origin, error):
-                    self._drop_parked(origin)
+                    self._drop_parked(origin, error)
                     self.scheduler.frontend_gone(origin, error, now)
                 case Drain():
                     self.scheduler.drain()
@@ -370,9 +366,7 @@ class Leader:
                 formats.prepare(grammar, done, submit.request.tenant)
                 parked = self._parked.setdefault(grammar, [])
         except OutOfCapacity as error:
-            self.scheduler.admission.refuse(
-                item.origin, submit.request.request_id, error.info, self.clock.now(), submit.ticket
-            )
+            self.scheduler.refuse(item.origin, submit, error.info, self.clock.now())
             return True
         parked.append(item)
         return True
@@ -395,16 +389,18 @@ class Leader:
             if isinstance(item.message, Submit):
                 self.scheduler.submit(item.origin, item.message, now)
 
-    def _drop_parked(self, origin: Incarnation, request_id: str | None = None) -> None:
-        """Forget one request of `origin`, or all of them. The list stays, also empty, until its format is
-        ready: so a format is compiled once at a time."""
+    def _drop_parked(self, origin: Incarnation, error: ErrorInfo, request_id: str | None = None) -> None:
+        """Forget one request of `origin`, or all of them, which end with `error`. The list stays, also empty,
+        until its format is ready: so a format is compiled once at a time."""
         for parked in self._parked.values():
-            parked[:] = [
-                item
-                for item in parked
-                if item.origin != origin
-                or (request_id is not None and _request_id(item.message) != request_id)
-            ]
+            waiting, parked[:] = parked[:], []
+            for item in waiting:
+                submit = item.message
+                assert isinstance(submit, Submit)
+                if item.origin != origin or request_id not in (None, submit.request.request_id):
+                    parked.append(item)
+                else:
+                    self.scheduler.leave_out(submit, error)
 
     def _broken(self, item: Item, error: ErrorInfo, now: float) -> None:
         """Handling `item` hit a bug: its request ends now, on both sides, and not by its deadline.
@@ -416,7 +412,7 @@ class Leader:
         try:
             match item:
                 case FromFrontend(origin, Submit() as submit):
-                    self.scheduler.broken(origin, submit.request.request_id, error, now)
+                    self.scheduler.broken(origin, submit.request.request_id, error, now, submit)
                 case FromFrontend(origin, Cancel() as cancel):
                     self.scheduler.broken(origin, cancel.request_id, error, now)
                 case Phase():

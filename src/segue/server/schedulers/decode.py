@@ -84,13 +84,10 @@ class DecodeScheduler(UnifiedScheduler):
         state.enter("reserve", now)
         self.preallocation.add(state)
 
-    def _refused(self, submit: Submit, error: ErrorInfo) -> None:
+    def _tell_other_half(self, submit: Submit, error: ErrorInfo) -> None:
         ticket = submit.ticket
-        if ticket.ordinal is None:
-            return
-        key = RoomKey(ticket.room, ordinal=ticket.ordinal, attempt=ticket.attempt)
-        if key not in self.table:  # else the room is another request's
-            self.handoffs.decline(key, ticket.prefill, error, claim=claim_of(submit.request))
+        key = RoomKey(ticket.room, ordinal=ticket.ordinal or 0, attempt=ticket.attempt)
+        self.handoffs.decline(key, ticket.prefill, error, claim=claim_of(submit.request))
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
         self.preallocation.remove(state)

@@ -58,8 +58,8 @@ from segue.server.schedulers.scheduler import Scheduler
 
 #: After these, what was computed is not to be trusted: it is computed again.
 _DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL})
-#: A room that no decode has bound for so long ends if others need what it holds. A decode that is full binds
-#: late, so it is not ended without need.
+#: A room that no decode has bound for so long ends if others need what it holds, or if we drain. A decode
+#: that is full binds late, so it is not ended without need.
 STALE_S = 30.0
 
 
@@ -114,22 +114,15 @@ class PrefillScheduler(Scheduler):
     def _looked_for(self, state: RequestState, named: LeaderId) -> int | None:
         """On which of our ranks decode looks for this request without the registry, or our own rule puts it.
         None if neither names one. Raises DpRankOutOfRange for a hint that names no rank."""
-        dp, room, hints = self.config.dp, state.ticket.room, state.request.ranks
-        if not named.is_open:
-            return dp.follows(room)
-        if hints.force_query_prefill_dp_rank:
-            dp = replace(dp, force_query=True)
-        return dp.inferred(room, hints.disagg_prefill_dp_rank)
+        dp, room = self.config.dp, state.ticket.room
+        return state.request.ranks.looked_for(dp, room) if named.is_open else dp.follows(room)
 
-    def _refused(self, submit: Submit, error: ErrorInfo) -> None:
-        ticket = submit.ticket
-        if ticket.ordinal is None:
-            return
-        key = RoomKey(ticket.room, ordinal=ticket.ordinal)
-        with suppress(SegueError):  # the room is in use: it is another request's
-            sender = self.handoffs.expect(key, 1, STALE_S, claim=claim_of(submit.request))
-            sender.abort(error)
-            sender.clear()
+    def _tell_other_half(self, submit: Submit, error: ErrorInfo) -> None:
+        ticket, config = submit.ticket, self.config
+        key = RoomKey(ticket.room, ordinal=ticket.ordinal or 0)
+        with suppress(SegueError):  # a hint that names no rank: decode refuses it, too
+            announce = submit.request.ranks.looked_for(config.dp, ticket.room) != config.me.dp_rank
+            self.handoffs.refuse(key, error, config.limits.request_budget_s, announce=announce)
 
     def _late(self, state: RequestState) -> SegueError:
         if state.sent_as not in self._unbound:
@@ -150,7 +143,8 @@ class PrefillScheduler(Scheduler):
         if entry is None or now < entry.state.entered + STALE_S:
             return False
         room, waited_s = entry.state.ticket.room, now - entry.state.entered
-        text = f"no decode came for room {room} within {waited_s:.1f} s, and others need what it holds"
+        need = "this prefill drains" if self.admission.draining else "others need what it holds"
+        text = f"no decode came for room {room} within {waited_s:.1f} s, and {need}"
         del self._unbound[entry.state.sent_as]
         entry.handle.evict(OutOfCapacity(text).info)
         self.abandoned += 1
@@ -161,6 +155,8 @@ class PrefillScheduler(Scheduler):
         """Compute prompts that no decode has bound, in their order, while they hold at most half of the pool:
         prompts that decode has bound always find the other half."""
         self._evict_at = None
+        while self.admission.draining and self._evict(now):
+            pass
         pool, slots = self.cache.pool, self.cache.slots
         held = count = 0
         for entry in self._unbound.values():

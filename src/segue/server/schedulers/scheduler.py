@@ -17,6 +17,7 @@ from segue.engine.request import Output
 from segue.kv import (
     Change,
     DeadlineExceeded,
+    ErrorCode,
     ErrorInfo,
     Incarnation,
     Internal,
@@ -64,8 +65,7 @@ class Scheduler(ABC):
             state = self.admission.check(origin, submit, now)
             self.engine.open(state.seq_id, request.prompt, request.sampling, request.output)
         except SegueError as error:
-            self.admission.refuse(origin, request.request_id, error.info, now, submit.ticket)
-            self._refused(submit, error.info)
+            self.refuse(origin, submit, error.info, now)
             return
         self.admission.add(state)
         try:
@@ -77,9 +77,20 @@ class Scheduler(ABC):
     def _admit(self, state: RequestState, now: float) -> None:
         """Put a new request into its queue. Raises a SegueError to refuse it."""
 
+    def refuse(self, origin: Incarnation, submit: Submit, error: ErrorInfo, now: float) -> None:
+        """A request is not taken: its frontend is told, and whoever has its other half."""
+        self.admission.refuse(origin, submit.request.request_id, error, now, submit.ticket)
+        self.leave_out(submit, error)
+
+    def leave_out(self, submit: Submit, error: ErrorInfo) -> None:
+        """A request that was not admitted ends with `error`: whoever has its other half is told, unless its
+        placer does. A ticket that nobody has signed is no reason to tell anybody."""
+        if submit.ticket.ordinal is not None and error.code is not ErrorCode.UNAUTHORIZED:
+            self._tell_other_half(submit, error)
+
     @abstractmethod
-    def _refused(self, submit: Submit, error: ErrorInfo) -> None:
-        """A request was not taken: tell whoever has its other half, if no placer does."""
+    def _tell_other_half(self, submit: Submit, error: ErrorInfo) -> None:
+        """The half of direct mode that was not admitted ends with `error`."""
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -145,13 +156,25 @@ class Scheduler(ABC):
         self.bugs.append((f"{what} of room {state.ticket.room}", exc))
         self.fail(state, Internal(f"the engine broke in {what}: {exc!r}").info, now)
 
-    def broken(self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float) -> None:
-        """Something of this request was not handled, by a bug: it ends with `error`, known or not."""
+    def broken(
+        self,
+        origin: Incarnation,
+        request_id: str,
+        error: ErrorInfo,
+        now: float,
+        submit: Submit | None = None,
+    ) -> None:
+        """Something of this request was not handled, by a bug: it ends with `error`, known or not. `submit`
+        if that was its admission."""
         state = self.admission.requests.get((origin, request_id))
-        if state is None:
-            self.admission.refuse(origin, request_id, error.exception().at(phase="submit").info, now)
-        else:
+        if state is not None:
             self.fail(state, error, now)
+            return
+        error = error.exception().at(phase="submit").info
+        if submit is None:
+            self.admission.refuse(origin, request_id, error, now)
+        else:
+            self.refuse(origin, submit, error, now)
 
     def key_of(self, state: RequestState) -> RoomKey:
         """The half of a hand-off that `state` has here."""

@@ -40,7 +40,7 @@ class UnifiedScheduler(Scheduler):
             raise InvalidRequest("the ticket names another instance")
         self.queue.add(state)
 
-    def _refused(self, submit: Submit, error: ErrorInfo) -> None:
+    def _tell_other_half(self, submit: Submit, error: ErrorInfo) -> None:
         """There is no other half."""
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
