@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from segue.integrations.sglang.sglang_handoffs import (
     Intake,
@@ -19,7 +20,7 @@ from segue.integrations.sglang.sglang_handoffs import (
 )
 from segue.integrations.sglang.sglang_phases import SglPoll
 from segue.integrations.sglang.sglang_pool import MetadataSlots, page_pool
-from segue.kv import DpRanks, KVConfig, Role
+from segue.kv import DpRanks, KVConfig, Region, Role
 
 PAGE, PAGES, LAYERS, ROW, SLOTS = 16, 24, 3, 8, 4
 ADDRESS = "127.0.0.1:8998"
@@ -57,6 +58,7 @@ class Rank:
         dp_rank: int = 0,
         hooks: RankHooks | None = None,
         model: str = "m",
+        on_device: bool = False,
     ) -> None:
         count = LAYERS if mla else 2 * LAYERS
         self.kv = [np.zeros((PAGES, PAGE * ROW), np.uint8) for _ in range(count)]
@@ -66,7 +68,7 @@ class Rank:
         self.slots = MetadataSlots(
             [r.ctypes.data for r in rows], [r.nbytes for r in rows], [r[0].nbytes for r in rows]
         )
-        pool = page_pool(kv_args(self.kv), mla=mla)
+        pool = page_pool(kv_args(self.kv), mla=mla, region=self._on_device if on_device else Region)
         config = KVConfig(role=role, model=model, spec=pool.spec, transports=["tcp"])
         self.handoffs = RankHandoffs(
             config,
@@ -80,6 +82,11 @@ class Rank:
         )
         host, port = self.handoffs.start()
         self.row = PrefillRow(config.me, host, port, dp_rank, dp.size if dp else 1)
+
+    def _on_device(self, address: int, nbytes: int) -> Region:
+        """A tensor of the CPU that is declared as a device's."""
+        [buffer] = [buffer for buffer in self.kv if buffer.ctypes.data == address]
+        return Region(address, nbytes, "cpu:0", owner=torch.from_numpy(buffer))
 
     def sender(self, room: int, tokens: int, hint: int | None = None) -> SenderHalf:
         return SenderHalf(self.handoffs, room, Intake(tokens, hint))

@@ -53,9 +53,9 @@ def finish(sender: SenderHalf, receiver: ReceiverHalf) -> tuple[SglPoll, SglPoll
     return sender.poll(), receiver.poll()
 
 
-@pytest.mark.parametrize("mla", [False, True])
-def test_a_prompt_in_two_chunks_to_scattered_pages(mla: bool) -> None:
-    prefill, decode = Rank(Role.PREFILL, mla=mla), Rank(Role.DECODE, mla=mla)
+@pytest.mark.parametrize(("mla", "on_device"), [(False, False), (True, False), (False, True)])
+def test_a_prompt_in_two_chunks_to_scattered_pages(mla: bool, on_device: bool) -> None:
+    prefill, decode = (Rank(role, mla=mla, on_device=on_device) for role in (Role.PREFILL, Role.DECODE))
     source, target, room = [3, 4, 9, 1, 20], [7, 2, 3, 11, 12], new_room()
     prefill.compute(source, 1)
     prefill.output_ids[2, 0], prefill.rooms[2, 0] = 4711, room
@@ -64,7 +64,7 @@ def test_a_prompt_in_two_chunks_to_scattered_pages(mla: bool) -> None:
     publish(decode, receiver, prefill, target)
     bootstrap(sender, receiver, 5)
     sender.send(source[:2])
-    sender.send(source[2:])
+    sender.send(source[2:], SimpleNamespace(synchronize=lambda: None))
     assert finish(sender, receiver) == (SglPoll.SUCCESS, SglPoll.SUCCESS)
     assert all(map(np.array_equal, prefill.kv_of(source), decode.kv_of(target)))
     assert (decode.output_ids[1, 0], decode.rooms[1, 0]) == (4711, room)

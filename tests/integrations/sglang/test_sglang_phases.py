@@ -81,7 +81,9 @@ def test_a_rank_that_contradicts_the_room_or_the_hint_is_a_conflict(
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({"device": "cuda"}, "device cuda"),
+        ({"device": "npu"}, "device npu"),
+        ({"device": "cuda"}, "DEVICE_MEMORY=unverified"),
+        ({"device_metadata": True}, "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
         ({"pipeline_stages": 2}, "--pp-size 1"),
         ({"context_ranks": 2}, "of prefill"),
         ({"decode_context_ranks": 2}, "of decode"),
@@ -95,6 +97,7 @@ def test_a_rank_that_contradicts_the_room_or_the_hint_is_a_conflict(
 )
 def test_a_configuration_that_is_not_supported_is_refused(facts: dict[str, object], text: str) -> None:
     check_scheduler(SchedulerFacts())
+    check_scheduler(SchedulerFacts(device="cuda"), "unverified")
     with pytest.raises(ConfigError, match=text):
         check_scheduler(SchedulerFacts(**facts))  # type: ignore[arg-type]
 
@@ -108,6 +111,8 @@ def test_settings_come_from_the_environment() -> None:
         backend_settings({"SEGUE_SGLANG_SECRETFILE": "x"})
     with pytest.raises(ConfigError, match="kv_checksum"):
         backend_settings({"SEGUE_SGLANG_KV_CHECKSUM": "half"})
+    with pytest.raises(ConfigError, match="device_memory"):
+        backend_settings({"SEGUE_SGLANG_DEVICE_MEMORY": "1"})
 
 
 def test_without_a_secret_loopback_alone_is_contacted() -> None:

@@ -29,6 +29,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
+from segue.integrations.sglang.sglang_device import CudaMemory
 from segue.integrations.sglang.sglang_handoffs import (
     Intake,
     PrefillRow,
@@ -55,6 +56,7 @@ from segue.kv import (
     LayoutMismatch,
     LeaderId,
     PeerRefused,
+    Region,
     Role,
     SegueError,
     Unauthorized,
@@ -101,6 +103,7 @@ def scheduler_facts() -> SchedulerFacts:
         staging_buffer=envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         deferred_release=envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
         rust_server=envs.SGLANG_RUST_SERVER.get(),
+        device_metadata=bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get()),
     )
 
 
@@ -118,8 +121,11 @@ class SegueKVManager(CommonKVManager):
         is_mla_backend: bool | None = False,
     ) -> None:
         settings = backend_settings(os.environ)
-        check_scheduler(scheduler_facts())
-        pool = page_pool(args, mla=bool(is_mla_backend))
+        facts = scheduler_facts()
+        check_scheduler(facts, settings.device_memory)
+        #: the memory of the KV if it is a GPU's
+        self.cuda = CudaMemory(args.gpu_id) if facts.device == "cuda" else None
+        pool = page_pool(args, mla=bool(is_mla_backend), region=self.cuda.region if self.cuda else Region)
         slots = MetadataSlots(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         self.secret = _secret(settings.secret_file)
         parallel = get_parallel()
@@ -335,7 +341,7 @@ class SegueKVSender(BaseKVSender):
     ) -> None:
         """See `SenderHalf.send`."""
         event, self._early_send_wait_event = self._early_send_wait_event, None
-        self.half.send([int(page) for page in kv_indices], event)
+        self.half.send([int(page) for page in kv_indices], self.kv_mgr.cuda or event)
 
     def mark_prefill_complete(self) -> None:
         """Nothing: decode allocates early."""

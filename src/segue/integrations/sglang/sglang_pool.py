@@ -7,7 +7,7 @@ matter: both sides need the same page size and the same bytes in a page, which t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,9 @@ class SglangPool:
         return -(-tokens // self.page_tokens)
 
 
-def page_pool(args: Any, *, mla: bool) -> SglangPool:
+def page_pool(args: Any, *, mla: bool, region: Callable[[int, int], Region] = Region) -> SglangPool:
     """The pool that `args` (a `KVArgs`) describes: with `mla` one buffer for each layer, else K of all layers
-    and then V of all layers.
+    and then V of all layers. `region` describes the memory of so many bytes at an address.
 
     Raises ConfigError, with what to change, for a pool that is not described here.
     """
@@ -67,7 +67,7 @@ def page_pool(args: Any, *, mla: bool) -> SglangPool:
         regions=tuple(sizes),
         planes=tuple(PlaneSpec(at, 0, items[at], items[at], items[at]) for at in order),
     )
-    regions = [Region(address, size) for address, size in zip(args.kv_data_ptrs, sizes, strict=True)]
+    regions = [region(address, size) for address, size in zip(args.kv_data_ptrs, sizes, strict=True)]
     return SglangPool(spec, Memory(regions), args.page_size)
 
 

@@ -9,6 +9,7 @@ import difflib
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -31,6 +32,8 @@ class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_key: str = ""
     tls_ca: str = ""
     kv_checksum: ChecksumMode = ChecksumMode.FULL
+    #: KV in the memory of a GPU, copied through host memory: never run on one
+    device_memory: Literal["", "unverified"] = ""
 
 
 def backend_settings(environ: Mapping[str, str]) -> BackendSettings:
@@ -66,12 +69,24 @@ class SchedulerFacts:
     staging_buffer: bool = False
     deferred_release: bool = True
     rust_server: bool = False
+    #: SGLang's metadata lies in the device's memory, too
+    device_metadata: bool = False
 
 
-def check_scheduler(facts: SchedulerFacts) -> None:
-    """Raises ConfigError, with what to change, for a configuration whose KV the backend cannot hand over."""
+def check_scheduler(facts: SchedulerFacts, device_memory: str = "") -> None:
+    """Raises ConfigError, with what to change, for a configuration whose KV the backend cannot hand over.
+    `device_memory` is the setting."""
     refused = [
-        (facts.device != "cpu", f"the device {facts.device}: it was written for and run on CPUs alone"),
+        (facts.device not in ("cpu", "cuda"), f"the device {facts.device}: use --device cpu"),
+        (
+            facts.device == "cuda" and not device_memory,
+            f"the memory of a GPU unless {PREFIX}DEVICE_MEMORY=unverified: the copies through host memory, "
+            "their checksums on the device and the wait for computed KV were never run on a GPU",
+        ),
+        (
+            facts.device_metadata,
+            "SGLANG_MOONCAKE_CUSTOM_MEM_POOL, with which metadata lies on the device: unset it",
+        ),
         (facts.pipeline_stages != 1, f"--pp-size {facts.pipeline_stages}: start with --pp-size 1"),
         (facts.context_ranks != 1, "context parallelism of prefill: start without it"),
         (facts.decode_context_ranks != 1, "context parallelism of decode: start without it"),
