@@ -67,8 +67,8 @@ class BitFlips:
         node.engine.memory[at + rng.randrange(plane.row_bytes)] ^= 1 << rng.randrange(8)
 
     def _prompt_end(self, node: KVView, effect: events.ComputeChecksum) -> int:
-        """The slot behind the prompt's last token. What one rank of several sends may end before it, and the
-        next token of its last page comes from another rank."""
+        """The slot behind the prompt's last token. The bytes of one rank of several may end before it; the
+        next token of its last page then comes from another rank."""
         machine: Any = node.exchange._machines[effect.transfer]
         page_tokens = node.engine.spec.page_tokens
         return int(machine.pages[-1] * page_tokens + (machine.prompt_tokens - 1) % page_tokens + 1)

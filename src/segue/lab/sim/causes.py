@@ -25,7 +25,7 @@ from segue.lab.sim.world import Process, Violation
 
 _UNREACHED = {ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIMEOUT}
 _LATE = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.BOOTSTRAP_TIMEOUT}
-#: What comes of a room that must be told to the registry, or asked for there, while that is in trouble.
+#: Errors of a room that must be registered, or asked for, while the registry is in trouble.
 _UNASKED = {*_UNREACHED, ErrorCode.REQUEST_TIMEOUT, ErrorCode.DEADLINE_EXCEEDED}
 #: A session or a process is gone, or as good as gone.
 _LOST = {
@@ -35,7 +35,7 @@ _LOST = {
     ErrorCode.DEADLINE_EXCEEDED,
     *_UNREACHED,
 }
-#: What a half says that was told something wrong by its peer.
+#: Errors of a half whose peer has told it something wrong.
 _MISHEARD = {
     ErrorCode.TRANSFER_FAILED,
     ErrorCode.LAYOUT_MISMATCH,
@@ -43,7 +43,7 @@ _MISHEARD = {
     ErrorCode.DP_RANK_CONFLICT,
 }
 
-#: What each kind of entry can give.
+#: Errors that each kind of entry can cause.
 CODES: dict[str, frozenset[ErrorCode]] = {
     "started": frozenset(_UNREACHED | _LATE),
     "killed": frozenset(_LOST),
@@ -153,7 +153,7 @@ class Causes:
         self._routes: dict[int, AttemptCause] = {}
         #: rooms that decode looks for on another DP rank first
         self._misplaced: set[int] = set()
-        #: those of them that their instance lets fail
+        #: misplaced rooms that their instance lets fail
         self.conflicts: set[int] = set()
         #: rooms of which decode finds the DP rank of prefill by what the registry lists
         self.open_rooms: set[int] = set()

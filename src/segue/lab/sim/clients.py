@@ -23,9 +23,9 @@ class Wanted:
     budget_s: float
     front: int = 0
     abort_after_s: float | None = None
-    #: of decode and of prefill: how much later than it is sent this half's first submission goes out
+    #: for decode and prefill: delay of this half's first submission after it is sent
     leg_delay_s: tuple[float, float] = (0.0, 0.0)
-    #: of decode and of prefill: the time that this half alone is given, if it is another
+    #: for decode and prefill: the budget of this half alone, if it differs
     leg_budget_s: tuple[float | None, float | None] = (None, None)
     #: empty, or what is wrong with it
     bad: str = ""
@@ -61,9 +61,9 @@ class Asked:
     attempts: list[SentAttempt] = field(default_factory=list)
     #: replicas whose session ended while this request ran there
     dead: set[LeaderId] = field(default_factory=set)
-    #: those of an attempt that has said that one of them is gone
+    #: replicas of an attempt that has reported one of them gone
     suspect: set[LeaderId] = field(default_factory=set)
-    #: what its last attempt failed with
+    #: the error of its last attempt
     failure: ErrorInfo | None = None
     tokens: list[int] = field(default_factory=list)
     usage: Usage | None = None

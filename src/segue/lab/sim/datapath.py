@@ -38,7 +38,7 @@ class DataPath:
     """From a rank of a prefill node to one of a decode node, or between two of a decode node, whatever
     connections there are at the moment."""
 
-    #: of which transport
+    #: name of its transport
     name: ClassVar[str]
 
     def __init__(self, writer: KVView, mine: int, reader: KVView, rank: int) -> None:
@@ -181,8 +181,8 @@ class TcpPath(DataPath):
     # ---- what checks ask -----------------------------------------------------------------------------
 
     def busy_with(self, epoch: int) -> bool:
-        """Whether a write of `epoch` waits or is being sent. What is under way on a stream that broke here is
-        the reader's, which has a fence of its own."""
+        """Whether a write of `epoch` waits or is being sent. Bytes on a stream that broke here belong to the
+        reader, which has a fence of its own."""
         io = self.transport.net.io
         if io is not None and io.over:
             return False  # its thread has ended, by a fault

@@ -71,7 +71,8 @@ class Deployment:
         if self._end_stuck():
             self._until(world.now + self.timing.silence_s + 5.0)
         if any(isinstance(node, KVNode) and node.exchange.sizes()["ended"] for node in self.leaders()):
-            # Who hears late of the end of a hand-off remembers it for as long as a request may take.
+            # A leader that hears late of the end of a hand-off remembers it for as long as a request may
+            # take.
             self._until(world.now + BUDGET_S * 1.3)
         self.checks.sweep()
         self.registry.sweep()
@@ -97,7 +98,7 @@ class Deployment:
         for process in (*self.nodes.values(), *self.fronts.values(), self.registry.node):
             if process is not None:
                 self._end(process)
-        # Of ranks whose leader has ended, who would have ended in time.
+        # Threads of ranks whose leader has ended would have ended in time.
         for thread in list(self.world.threads):
             thread.kill()
 

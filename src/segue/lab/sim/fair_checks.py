@@ -19,7 +19,7 @@ PASSED_STEPS = 8
 
 @dataclass(slots=True)
 class Waiting:
-    """One that waits: in which phase, how many older ones waited when it came, and the tokens of prompts that
+    """A waiting request: its phase, how many older ones waited when it came, and the tokens of prompts that
     were started since."""
 
     phase: str
@@ -43,7 +43,7 @@ class FairChecks:
             return
         waiting = self._waiting.setdefault(node.me, {})
         gone = [state for state in waiting if state not in queue.waiting]
-        # Of the others nothing was begun.
+        # Nothing of the others was begun.
         work = sum(len(state.prompt) for state in gone if state.phase != waiting[state].phase)
         for state in gone:
             del waiting[state]
@@ -54,7 +54,7 @@ class FairChecks:
                 text = f"{node.name} has started {seen.started} tokens since {state.request.request_id} came"
                 raise Violation("fair", f"{text}, and {seen.older} older ones", (state.ticket.room,))
         came = [state for state in queue.waiting if state not in waiting]
-        older = len(queue.waiting) - 1  # of those that came in one turn any may be the last
+        older = len(queue.waiting) - 1  # any request of one turn may be the last
         for state in came:
             waiting[state] = Waiting(state.phase, older)
             self._longest[node.me] = max(self._longest.get(node.me, 0), len(state.prompt))

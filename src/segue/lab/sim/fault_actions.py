@@ -309,7 +309,7 @@ class FaultActions:
         """A rank of a leader is gone, or its worker has ended or says nothing more: all its hand-offs end at
         once, none begins, and the instance ends."""
         which, after_s = fault.amount % len(node.specs), 2 * self.timing.hop_s
-        # What an earlier fault made stand still is heard when that is over.
+        # A rank that an earlier fault stopped is heard when that is over.
         noticed_s = after_s + 0.1 + max(0.0, node.no_answer_until - self.world.now)
         looks_at = silent_until = self.world.now
 

@@ -41,7 +41,7 @@ class NodeFaults:
         self.broke = False
         #: how many of the next copies that are kept in host memory have one bit changed there
         self.copy_flips = 0
-        #: what becomes of the next checksums: they take so many seconds, or (None) fail
+        #: the next checksums: the seconds that they take, or None: they fail
         self.digests: list[float | None] = []
         #: which rank carries out another order the next time
         self.diverges: int | None = None

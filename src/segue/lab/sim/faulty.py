@@ -27,7 +27,7 @@ from segue.kv.protocol.messages import (
 )
 from segue.lab.sim.node_views import KVView
 
-#: What is heard instead of a message.
+#: Messages that are heard instead of one.
 Heard = list[HandoffMessage]
 Change = Callable[[KVView, Any], Heard]
 
@@ -165,7 +165,7 @@ DESTINATION: tuple[Change, ...] = (
     _again,
 )
 METADATA: tuple[Change, ...] = (_again_with("prompt_tokens", 1), _again, _astray)
-#: What is changed, and how.
+#: Kinds of messages that are changed, and the changes.
 KINDS: tuple[tuple[type[HandoffMessage], Change], ...] = (
     *((ChunkPosted, change) for change in CHUNK),
     *((Destination, change) for change in DESTINATION),

@@ -85,7 +85,7 @@ class FleetWire:
         self.open: dict[LeaderId, WireSession] = {}
         #: tickets that were used, for whoever repeats one
         self._used: list[Ticket] = []
-        #: who has said that it drains
+        #: leaders that have said that they drain
         self._draining: set[LeaderId] = set()
         #: pairs that refused one another
         self._refused: set[tuple[Replica, Replica]] = set()
@@ -115,7 +115,7 @@ class FleetWire:
         self._handler.opened(seen)
 
     def received(self, session: Session, message: object) -> None:
-        """Outputs or the load of a leader. What is wrong with them ends the run."""
+        """Outputs or the load of a leader. A fault in them ends the run."""
         seen = self._seen(session)
         if isinstance(message, Outputs):
             for output in message.outputs:
@@ -178,7 +178,7 @@ class FleetWire:
         state.rooms[sent.room] = asked
         route = {front.me, ticket.prefill, ticket.decode}
         self._causes.placed(sent.room, asked, route)
-        # One that somebody repeats before it was used would rob an innocent request, and nobody could know.
+        # A ticket that is repeated before its use would rob an innocent request, and nobody could know.
         late_s = max(asked.wanted.leg_delay_s) if len(asked.attempts) == 1 else 0.0
         front.after(late_s, self._used.append, sent)
         return attempt
@@ -209,7 +209,7 @@ class FleetWire:
             case "infinite budget":
                 ticket = replace(ticket, budget_s=float("inf"))
             case "wrong replica":
-                # Of the same incarnations, and not those that are asked.
+                # Leaders of the same incarnations, and not those that are asked.
                 prefill, decode = (
                     LeaderId(at.incarnation, self._front.rng.choice((at.dp_rank + 1, 7)))
                     for at in (ticket.prefill, ticket.decode)

@@ -1,7 +1,7 @@
 """One direction of a stream of `tcp`: what is under way in it, and which writes its bytes belong to.
 
-What the simulator says of the bytes (which write they belong to, where they may land) it reads from what was
-sent, and not from the receiver.
+The simulator reads the meaning of the bytes (which write they belong to, where they may land) from the sent
+bytes, not from the receiver.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class Flow:
         self.forward = forward
         self.rng = rng
         self.capacity = rng.choice(CAPACITIES) if forward else CAPACITIES[-1]
-        #: what has arrived and was not read
+        #: bytes that have arrived and were not read
         self.buffer = bytearray()
         self.flying = 0
         self.read = 0
         self.ended = False
         self.lost = False
-        #: what waits for the way to be free, in order
+        #: bytes that wait for the way to be free, in order
         self._held: deque[bytes | None] = deque()
         self._ready_at = 0.0
         #: bytes that were sent, by the simulator's own reading: those of the handshake first

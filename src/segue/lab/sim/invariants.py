@@ -52,7 +52,8 @@ class Checks:
         #: halves that the protocol has refused
         self.never_opened: set[tuple[LeaderId, RoomKey]] = set()
         self._freed: set[tuple[LeaderId, RoomKey]] = set()
-        #: whom a half may speak with before it has a hand-off: prefill's placed decode, decode's instance
+        #: the leader that a half may speak with before it has a hand-off: prefill's placed decode, decode's
+        #: instance
         self._placed: dict[tuple[LeaderId, RoomKey], LeaderId | None] = {}
         #: by room, what prefill's engine sends decode's
         self._contents: dict[int, bytes] = {}
@@ -430,7 +431,7 @@ class Checks:
 
     def _deadlines(self, node: NodeView) -> None:
         """15: nothing outlasts its deadline and a fixed slack, unless its process sleeps. A jump
-        of its clock is noticed within the slack. One that has drained goes with what it has not ended."""
+        of its clock is noticed within the slack. A drained node leaves with its open hand-offs."""
         scheduler: Any = node.scheduler
         slack_s = 0.3
         since_s = self.world.now - max(node.resumed_at, node.jumped_at, 0.0)
@@ -506,7 +507,7 @@ class Checks:
         """16, 13 and 18: what one side ended, the other learns; and memory comes back."""
         now = self.world.now
         for leader in leaders(self.state):
-            # What is empty stays as it was when it was last looked at.
+            # An empty scheduler is unchanged since the last look.
             if not leader.paused and not leader.busy and any(leader.scheduler.sizes().values()):
                 self.node(leader)
                 self.requests.stands(leader)
@@ -540,7 +541,7 @@ class Checks:
             if transfer in self.state.buggy:
                 continue
             answers = max(node.no_answer_until, getattr(other, "no_answer_until", 0.0))
-            # What ended while they had no session is settled over the next one.
+            # Hand-offs that ended without a session are settled over the next one.
             met = max(self._joined.get(pair, 0.0) for pair in ((me, peer), (peer, me)))
             since = max(awake, half.ended_at, met, answers, 0.0 if other.alive else other.died_at)
             connected = peer in node.peers and (other.alive and me in getattr(other, "peers", {}))

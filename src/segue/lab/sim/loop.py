@@ -43,12 +43,12 @@ class SimSockets:
         self._loop = loop
 
     def socket(self, _family: int, _kind: int) -> SimListener:
-        """One that is to listen."""
+        """A socket that is to listen."""
         return SimListener(self._loop.network, self._loop)
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """The loop of one process at `host`. What a callback raises ends the simulation."""
+    """The loop of one process at `host`. An exception of a callback ends the simulation."""
 
     def __init__(
         self, process: Process, clock: SkewedClock, network: Network, host: str, hop_s: float = 0.0
@@ -58,7 +58,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.host = host
         self._clock = clock
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        #: what other threads post is late by up to so much, and keeps its order
+        #: delay of calls that other threads post, at most; they keep their order
         self._hop_s = hop_s
         self._posted_at = 0.0
         self._rng = process.world.rng(f"io {process.name}")
@@ -220,6 +220,6 @@ class SimLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """A task's or future's exception that nobody took. Of a dead process, nobody can."""
+        """A task's or future's exception that nobody took. Exceptions of a dead process are ignored."""
         if self.process.alive and context.get("exception") is not None:
             self.process.world.fail(f"in the loop of {self.process.name}: {context}")

@@ -21,7 +21,7 @@ class Network:
         self.timing = timing
         self.opened = 0
         self.live: dict[Process, dict[Socket, None]] = {}
-        #: what is true of a leader, whatever others believe: its process, and where it listens
+        #: the truth about a leader, whatever others believe: its process, and where it listens
         self.processes: dict[LeaderId, Process] = {}
         self.places: dict[LeaderId, tuple[str, int]] = {}
         self._listeners: dict[tuple[str, int], SimListener] = {}

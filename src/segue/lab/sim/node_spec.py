@@ -9,7 +9,7 @@ from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT, DpRanks
 
 VOCAB = 1000
 CONTEXT_TOKENS = 512
-#: What ends a sequence in the seeds that vary how answers end.
+#: Tokens that end a sequence in the seeds that vary how answers end.
 EOS = frozenset(range(0, VOCAB, 16))
 
 
@@ -35,7 +35,7 @@ class NodeSpec:
     load_balance: str = "round_robin"
     force_query: bool = False
     on_conflict: str = REDIRECT_ON_CONFLICT
-    #: of decode: None, or how long the prompts are at most that it computes itself; -1: as measured
+    #: for decode: the longest prompt in tokens that it computes itself, or None; -1: as measured
     local_tokens: int | None = None
     #: its engine says of each layer that its KV is there, if it says it at all
     send_layers: bool = False

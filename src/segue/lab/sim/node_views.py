@@ -93,7 +93,7 @@ class KVView(NodeView):
 
     manager: KVManager
     exposed: dict[int, Exposed]
-    #: of each rank, by name
+    #: by rank and name
     transports: Mapping[tuple[int, str], Any]
     #: before which its ranks owe no answer: a fault made a checksum slow, or a worker stand still
     no_answer_until: float

@@ -44,7 +44,7 @@ class RankChecks:
         self._reads = reads
         self._scenario = state.scenario
         self._counts = state.counts
-        #: of each hand-off the bytes that decode asked for, and those that prefill's ranks were told to write
+        #: by hand-off: the bytes that decode asked for, and those that prefill's ranks were told to write
         self._wanted: dict[TransferId, int] = {}
         self._written: dict[TransferId, int] = {}
 

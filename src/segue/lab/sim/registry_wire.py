@@ -1,7 +1,7 @@
 """Questions to the registry and their answers, as messages over simulated connections.
 
-Production asks over HTTP, which tests on real sockets hold. What matters to hand-offs is when a question
-and its answer arrive, and which of them are lost.
+Production asks over HTTP, which tests on real sockets hold. Hand-offs depend on when a question and its
+answer arrive, and which of them are lost.
 """
 
 from __future__ import annotations

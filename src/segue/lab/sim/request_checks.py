@@ -23,7 +23,7 @@ class RequestChecks:
         self._causes = causes
         self.world: World = state.world
         self._fair = FairChecks()
-        #: who stood still when last looked at, and has had no turn since
+        #: nodes that stood still at the last look, and have had no turn since
         self._standing: set[NodeView] = set()
         #: (leader, ticket) → the one job it has placed, and until when it may place no other
         self._placed: dict[tuple[LeaderId, TransferId], tuple[int, float]] = {}

@@ -45,7 +45,7 @@ RULES: dict[int, tuple[str, ...]] = {
 }
 #: Leaders of the simulator have fewer.
 MOST_RANKS = 16
-#: What ends a hand-off's silence on its side: whoever hears it looks for no answer.
+#: Messages after which no answer is due.
 _ENDS = (Failed, Abort, Gone)
 
 
@@ -85,7 +85,7 @@ class RoomChecks:
         self._rooms: dict[tuple[LeaderId, RoomKey], Ledger] = {}
         #: destinations that wait for an answer
         self._waiting: dict[tuple[LeaderId, RoomKey], dict[TransferId, Destination]] = {}
-        #: who has ever come for a room
+        #: leaders that have ever come for a room
         self.came: dict[tuple[LeaderId, RoomKey], set[LeaderId]] = {}
         #: the newest destination of each hand-off, as prefill heard it
         self._heard: dict[TransferId, Destination] = {}
@@ -403,7 +403,7 @@ class RoomChecks:
         if isinstance(message, Declined) and ledger is not None:
             self._declined(node, message, ledger, effects, was_closed=was_closed, live=live)
         if not isinstance(message, Destination) or transfer.prefill != node.me:
-            return  # what names another leader (an injected message) is nobody's here, and has no answer
+            return  # a message with another leader's name (injected) gets no answer
         replies = [
             e.message for e in effects if isinstance(e, events.Send) and e.message.transfer == transfer
         ]

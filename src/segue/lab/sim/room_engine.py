@@ -56,7 +56,7 @@ class OpenRoom:
     route: set[LeaderId] = field(default_factory=set)
     #: errors that its halves may end with without a fault
     codes: set[ErrorCode] = field(default_factory=set)
-    #: of each rank of prefill other ones that there are: where a hint leads, and where `Moved` sends on
+    #: for each rank of prefill, other ones: the target of a hint, and the target of `Moved`
     hints: dict[LeaderId, int] = field(default_factory=dict)
     sent_on: dict[LeaderId, int] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
@@ -347,7 +347,7 @@ class RoomStories:
         if claim.open_rank:
             self._causes.open_rooms.add(room.number)
             ranks = [p.me for p in self._ranks_of(prefill)]
-            if len(ranks) > 1:  # of three ranks another one than the hint names
+            if len(ranks) > 1:  # of three ranks, not the one in the hint
                 room.hints = {me: ranks[at - 1].dp_rank for at, me in enumerate(ranks)}
                 room.sent_on = {me: ranks[at - 2].dp_rank for at, me in enumerate(ranks)}
                 room.sent_on |= {me: rank for me, rank in room.hints.items() if len(ranks) == 2}

@@ -194,8 +194,8 @@ class LineageEngine:
         )
         self.computed_tokens = 0
         own = lineage(model.encode())
-        #: of each head of each plane (K or V of a layer) of each rank: where each slot is, what marks it, and
-        #: how it is called
+        #: for each head of each plane (K or V of a layer) of each rank: the place of each slot, its mark, and
+        #: its name
         self._by_rank = [
             list(_planes(rank, own, f"rank {number}, ")) for number, rank in enumerate(self.ranks)
         ]

@@ -1,8 +1,8 @@
 """A simulated instance as its leader sees it: production's leader, role and sessions of frontends.
 
 A node has two threads, as in production: the leader (role and engine) and the I/O thread (sessions,
-hand-offs). What one gives the other arrives a little later, in order; everything else interleaves. Of
-production only the forward is a model: it takes virtual time.
+hand-offs). Messages from one to the other arrive a little later, in order; everything else interleaves. Only
+the forward is not production's: it takes virtual time.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from segue.server.schedulers.scheduler import Scheduler
 
 #: The effects that may raise: what the others do cannot fail.
 BREAKABLE = (events.Send, events.PostWrite, events.Grant, events.Fence, events.ComputeChecksum)
-#: What a bug at the door of the exchange may cost: a proof that memory is free comes only once.
+#: Events that a bug at the exchange's entry may lose: a proof that memory is free comes only once.
 UNDECIDED = (
     events.PeerUp,
     events.Publish,
@@ -83,7 +83,7 @@ class CheckedExchange(Exchange):
         try:
             effects = super().handle(event, now)
         except IllegalEvent as exc:
-            # What outlives even the tombstone (a pause) production refuses quietly.
+            # Production quietly refuses events that come after the tombstone has gone (a pause).
             if not node.checks.is_over(node, event):
                 named = getattr(event, "key", None) or getattr(event, "transfer", None)
                 rooms = (named.room,) if named is not None else ()
@@ -102,7 +102,7 @@ class SimManager(KVManager):
 
     def __init__(self, node: KVNode, config: KVConfig, runtime: LeaderRuntime) -> None:
         self._sim_node = node
-        #: what is said of hand-offs that were never opened
+        #: effects about hand-offs that were never opened
         self._refusals: list[events.Effect] = []
         super().__init__(
             config,
@@ -302,7 +302,7 @@ class KVNode(LeaderNode, KVView):
         #: before which its ranks owe no answer: a fault made a checksum slow, or a worker stand still
         self.no_answer_until = 0.0
         self.exposed: dict[int, Exposed] = {}
-        #: of each rank, by name
+        #: by rank and name
         self.transports: dict[tuple[int, str], SimTransport] = {}
         self.workers: list[SimWorkerRank] = []
         #: one of its ranks is lost, and with it the replica

@@ -1,6 +1,6 @@
 """The registry of a deployment in virtual time: production's store, and its client in every process.
 
-What the registry may be told, what it may forget and what its watchers may believe is checked here.
+Checks messages to the registry, its losses of entries, and the beliefs of its watchers.
 """
 
 from __future__ import annotations

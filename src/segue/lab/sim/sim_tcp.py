@@ -19,7 +19,7 @@ from segue.lab.sim.world import Process, Violation, World
 
 #: Connections that a kernel keeps for a process that does not accept them.
 BACKLOG = 512
-#: What it keeps for a process that does not read; the rest waits at the sender.
+#: Bytes that a kernel keeps for a process that does not read; the rest waits at the sender.
 WINDOW_BYTES = 2**16
 
 
@@ -85,9 +85,9 @@ class Socket(asyncio.Transport):
         self.other: Socket = self
         #: when what we sent last arrives: the next comes after it
         self.ready_at = 0.0
-        #: what waits while our direction is blocked; None is our end of the stream
+        #: bytes that wait while our direction is blocked; None is our end of the stream
         self.held: list[bytes | None] = []
-        #: what has come and nobody reads yet: there is no protocol, or it has paused; None is the end
+        #: bytes that nobody reads yet: there is no protocol, or it has paused; None is the end
         self._early: deque[bytes | None] = deque()
         self._reading = True
         self._readable: Callable[[], None] | None = None
@@ -199,7 +199,7 @@ class Socket(asyncio.Transport):
             return
         if self.over:
             if data:
-                connection.reset(self)  # what a closed socket answers
+                connection.reset(self)  # the answer of a closed socket
             return
         if data is not None:
             data = connection.network.carried(self, data)

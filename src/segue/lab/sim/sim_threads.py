@@ -19,7 +19,7 @@ class ProcessEnded(BaseException):
 class _CarrierThread:
     """A thread of this machine that carries one `SimThread` after another: to start one costs more."""
 
-    #: those that carry none now; as many as `SimThread`s ever lived at a time
+    #: idle carriers; as many as `SimThread`s ever lived at a time
     idle: ClassVar[list[_CarrierThread]] = []
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class _CarrierThread:
 
     @classmethod
     def take(cls, name: str, work: Callable[[], None]) -> _CarrierThread:
-        """One that runs `work` once `ours` is released, and releases `theirs` when it has ended."""
+        """A carrier that runs `work` once `ours` is released, and releases `theirs` when it has ended."""
         found = cls.idle.pop() if cls.idle else cls()
         found._work, found._thread.name = work, name
         return found

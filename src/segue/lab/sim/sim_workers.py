@@ -28,7 +28,7 @@ class PipeEnd:
         self._protocol: Any = None
         self._unread = bytearray()
         self._under_way = 0
-        #: what is said here arrives no earlier
+        #: messages sent here arrive no earlier
         self.not_before = 0.0
         self._closed = False
 

@@ -96,7 +96,7 @@ class UnixSocket:
         self.inbox: deque[tuple[bytes, list[Any]]] = deque()
         #: the other end is closed
         self.ended = False
-        #: what came over it
+        #: the memory that came over it
         self.mapping: Mapping | None = None
         self._fd = net.open(self)
         self._timeout_s: float | None = None

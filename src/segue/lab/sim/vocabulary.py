@@ -46,7 +46,7 @@ LATER = (
     "front partition",
 )
 
-#: What happens to the registry and at the listening ports; drawn by another generator, for the same reason.
+#: Faults of the registry and at the listening ports; drawn by another generator, for the same reason.
 AT_THE_DOORS = (
     "registry restart",
     "registry power loss",
@@ -58,7 +58,7 @@ AT_THE_DOORS = (
     "session backlog",
 )
 
-#: Those that came after them, with a generator of their own for the same reason.
+#: Later features, with a generator of their own for the same reason.
 NEWEST = (
     "tight pools",
     "endings",
@@ -83,7 +83,7 @@ DATA = (
 )
 
 
-#: What was found to be rare by looking at the lines that no seed ran; with a generator of their own again.
+#: Features for lines that no seed ran; with a generator of their own again.
 RARE = (
     "wrong messages",
     "effect exception",
@@ -91,7 +91,7 @@ RARE = (
     "dial exception",
 )
 
-#: What sessions and the two ends of a pair had not met; with a generator of their own again.
+#: Faults that sessions and the two ends of a pair had not met; with a generator of their own again.
 UNMET = (
     "two transports",
     "no memory",
@@ -101,13 +101,13 @@ UNMET = (
     "slow step",
 )
 
-#: What ranks of one leader do to it; with a generator of their own again.
+#: Faults of a leader's own ranks; with a generator of their own again.
 RANKS = (
     "rank diverges",
     "rank late",
 )
 
-#: What operators do; with a generator of its own again.
+#: Orders of operators; with a generator of their own again.
 STEERED = ("switch",)
 
 #: Rooms that prefill's engine opens before it knows decode; in half of the seeds that can have them.
@@ -135,7 +135,7 @@ BAD = (
 #: In what an instance differs from the others.
 ODD = ("", "", "model", "layers", "layers", "model and layers")
 
-#: What a rank is asked for that may raise in its worker.
+#: Calls of a rank that may raise in its worker.
 RANK_CALLS = ("connect", "write", "grant", "fence", "checksum")
 
 #: Events after which a fault can be injected: right after the next one of these.
@@ -217,7 +217,7 @@ _CUTS = ("Outputs",)
 
 _CUT = Draw("path cut", 1, "prefill", "decode")
 
-#: What each feature brings. Those that are not here change the deployment, its requests or its clocks.
+#: Faults of each feature. Features that are not here change the deployment, its requests or its clocks.
 FAULTS: dict[str, tuple[Draw, ...]] = {
     "crash": (Draw("crash", 1, "any", seconds=_DOWN_S),),
     "crash mid write": (Draw("crash mid write", 1, "prefill", "decode", seconds=_BRIEF_S),),
@@ -300,7 +300,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     ),
 }
 
-#: What can be wrong with the metadata that prefill sends; the last one loses its session right before it.
+#: Faults of the metadata that prefill sends; the last one loses its session right before it.
 SPOILED_METADATA = ("first token", "content", "prompt tokens", "lost")
 #: Calls of the engine that can break, beside the forward itself.
 ENGINE_CALLS = ("copy_out", "copy_in", "append", "close", "copy_out", "close")

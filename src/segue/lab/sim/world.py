@@ -45,9 +45,9 @@ class World:
         self.records = records
         #: (time, who, what): `what` is an event, effect or short text; rendered only when asked
         self.trace: list[tuple[float, str, Any]] = []
-        #: what is due: (when, order, in which process, what, with what)
+        #: calls that are due: (time, order, process, function, arguments)
         self.heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
-        #: those of all processes that have not ended: see `threads`
+        #: threads of all processes that have not ended: see `threads`
         self.threads: set[Any] = set()
         self._sequence = 0
         self._failure: Exception | None = None
