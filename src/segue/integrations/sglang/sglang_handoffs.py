@@ -67,8 +67,8 @@ _PEER_GONE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What prefill knows of a request when SGLang makes its sender: the prompt's `tokens`, and the DP rank
-    that the request names (`disagg_prefill_dp_rank`)."""
+    """A request as prefill knows it when SGLang makes its sender: the prompt's `tokens`, and the DP rank that
+    the request names (`disagg_prefill_dp_rank`)."""
 
     tokens: int
     hint: int | None = None
@@ -242,7 +242,7 @@ class RankHandoffs:
 
 
 class RoomHalf(ABC):
-    """What SGLang's sender and receiver share. `conclude_state` is the end that SGLang was told."""
+    """The common part of SGLang's sender and receiver. `conclude_state` is the end that SGLang was told."""
 
     handle: KVSender | KVReceiver | None = None
 

@@ -57,7 +57,7 @@ def backend_settings(environ: Mapping[str, str]) -> BackendSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerFacts:
-    """What the backend must know of SGLang's configuration to start."""
+    """The parts of SGLang's configuration that the backend needs to start."""
 
     device: str = "cpu"
     pipeline_stages: int = 1

@@ -15,7 +15,8 @@ _VERSION = "segue vllm claim 1"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the KV of every prompt depends on: a fingerprint of the `weights`, and the KV's dtype."""
+    """The facts that the KV of every prompt depends on: a fingerprint of the `weights`, and the KV's
+    dtype."""
 
     weights: str
     kv_dtype: str

@@ -168,7 +168,7 @@ class SegueConnector(KVConnectorBase_V1):
         return self._scheduler.has_work()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What became of hand-offs since the last step; the worker's object has nothing to add."""
+        """Outcomes of hand-offs since the last step; the worker's object has nothing to add."""
         return None if self._table is None else self._recorder.stats(self._table.take_figures())
 
     @classmethod

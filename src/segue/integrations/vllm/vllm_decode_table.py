@@ -78,8 +78,8 @@ class DecodeTable(SchedulerTable):
         self._attempts: OrderedDict[int, int] = OrderedDict()
 
     def new_request(self, request: EngineRequest) -> None:
-        """Prepare the load that the params ask for. One that cannot be made is computed here, or fails, as
-        the policy says."""
+        """Prepare the load that the params ask for. If it cannot be made, the request is computed here, or
+        fails, as the policy says."""
         if request.request_id in self._loads:
             self.warn(f"vLLM has a second request {request.request_id}")
             return

@@ -1,4 +1,5 @@
-"""What the connector reads from vLLM's objects, by their attributes alone: nothing of vLLM is imported."""
+"""The facts that the connector reads from vLLM's objects, by their attributes alone: nothing of vLLM is
+imported."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from segue.kv import ConfigError
 log = logging.getLogger("segue.vllm")
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-#: Of each file of weights so many samples of so many bytes are hashed, evenly spread: to read all of a large
+#: So many samples of so many bytes of each file of weights are hashed, evenly spread: to read all of a large
 #: model would cost minutes at each start.
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
 def engine_facts(config: Any, caches: Any) -> EngineFacts:
-    """What `check_engine` judges, of vLLM's `VllmConfig` and `KVCacheConfig`."""
+    """The facts for `check_engine`, from vLLM's `VllmConfig` and `KVCacheConfig`."""
     parallel, speculative = config.parallel_config, config.speculative_config
     return EngineFacts(
         kv_role=str(config.kv_transfer_config.kv_role),

@@ -1,4 +1,4 @@
-"""What travels between the two sides of the connector: orders to the worker, reports back. Pure.
+"""Messages between the two sides of the connector: orders to the worker, reports back. Pure.
 
 `handoff` is a number that the scheduler side gives to each hand-off; it is never used twice.
 

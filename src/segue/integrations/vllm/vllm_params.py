@@ -105,7 +105,7 @@ class _TransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 def parse_params(
     params: Mapping[str, object] | None, secret: bytes = b""
 ) -> SendParams | ReceiveParams | None:
-    """What `kv_transfer_params` ask for; None: no hand-off.
+    """The hand-off that `kv_transfer_params` ask for; None: none.
 
     Raises InvalidRequest that names an unknown or wrong field, Unauthorized for a wrong signature.
     """

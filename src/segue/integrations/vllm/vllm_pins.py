@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class BlockPool(Protocol):
-    """What is used of vLLM's `BlockPool`: `touch` adds one to the reference count of blocks, `free_blocks`
+    """The used part of vLLM's `BlockPool`: `touch` adds one to the reference count of blocks, `free_blocks`
     takes one away and frees a block at 0."""
 
     @property

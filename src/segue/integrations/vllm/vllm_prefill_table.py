@@ -76,8 +76,8 @@ class PrefillTable(SchedulerTable):
         self._evicted: set[int] = set()
 
     def new_request(self, request: EngineRequest) -> None:
-        """Prepare the hand-off that the params ask for. One that cannot be made is a warning: prefill answers
-        without `kv_transfer_params` of its own, and decode computes the prompt."""
+        """Prepare the hand-off that the params ask for. If it cannot be made, a warning is logged: prefill
+        answers without `kv_transfer_params` of its own, and decode computes the prompt."""
         self._needs[request.request_id] = self.block_count(len(request.tokens))
         self._waiting[request.request_id] = None
         try:

@@ -81,9 +81,10 @@ def parse_settings(extra: Mapping[str, object] | None) -> ConnectorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the connector must know of vLLM's configuration to start: `kv_role`, the KV cache's dtype, the
-    device, the number of KV cache groups and of each kind of parallel ranks, the method of speculative
-    decoding, and whether weights may be replaced at run time or memory given back (sleep mode)."""
+    """The parts of vLLM's configuration that the connector needs to start: `kv_role`, the KV cache's dtype
+    and the device; the number of KV cache groups and of each kind of parallel ranks; the method of
+    speculative decoding; and whether weights may be replaced at run time or memory given back (sleep
+    mode)."""
 
     kv_role: str
     kv_dtype: str = "auto"

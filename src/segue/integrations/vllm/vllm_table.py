@@ -67,7 +67,7 @@ class PassedIds:
 
 @dataclass(slots=True)
 class HandoffFigures:
-    """What became of hand-offs since the last figures: how many ended with each error code (`OK`: success),
+    """Outcomes of hand-offs since the last figures: how many ended with each error code (`OK`: success),
     bytes and seconds of each success. At this moment: blocks that are pinned, and those of them whose
     hand-off has failed (in quarantine)."""
 
@@ -79,7 +79,7 @@ class HandoffFigures:
 
 
 class SchedulerTable(ABC):
-    """What the scheduler side of one vLLM engine knows of its hand-offs.
+    """The hand-offs of one vLLM engine, on its scheduler side.
 
     `model` is what all prompts' KV depends on, `pool` vLLM's block pool with blocks of `block_size` tokens,
     `secret` signs and verifies `kv_transfer_params`. No method raises for anything that a client or a worker
@@ -143,7 +143,7 @@ class SchedulerTable(ABC):
         finished_recving: Iterable[str] = (),
         failed_recving: Iterable[str] = (),
     ) -> PassedIds:
-        """What the worker reported with one step, and the ids in vLLM's output of that step. Returns the ids
+        """Takes the worker's reports of one step, and the ids in vLLM's output of that step. Returns the ids
         to leave in the output: vLLM asserts that it waits for each."""
         for report in reports:
             if report.handoff not in self._open:

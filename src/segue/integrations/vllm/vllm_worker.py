@@ -66,7 +66,7 @@ _QUERY_S = 5.0
 
 @dataclass(slots=True)
 class StepResults:
-    """What vLLM hears after one step: request ids, and reports for the scheduler side."""
+    """Results of one step for vLLM: request ids, and reports for the scheduler side."""
 
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
@@ -188,7 +188,7 @@ class WorkerSide:
             self._carry_out(order)
 
     def take_results(self) -> StepResults:
-        """What has ended since the last call."""
+        """Requests and hand-offs that have ended since the last call."""
         with self._lock:
             results, self._results = self._results, StepResults()
         return results
@@ -360,7 +360,7 @@ class WorkerSide:
             self._release(half)
 
     def _peer(self, leader: LeaderId) -> _PrefillPeer:
-        """What is known of it; now the most recently used one."""
+        """The record of `leader`; now the most recently used one."""
         self._peers[leader] = peer = self._peers.pop(leader, _PrefillPeer())
         return peer
 
