@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,9 +154,10 @@ UNSAFE_CALLS = {"eval", "exec", "hasattr"}
 
 @dataclass(frozen=True)
 class Source:
-    """One module: its dotted name under `segue` and its tree."""
+    """One module: its dotted name under `segue`, its text and its tree."""
 
     name: str
+    text: str
     tree: ast.Module
     is_package: bool = False
 
@@ -164,7 +167,7 @@ class Source:
 
 
 def parse(name: str, text: str, is_package: bool = False) -> Source:
-    return Source(name, ast.parse(text, filename=name), is_package)
+    return Source(name, text, ast.parse(text, filename=name), is_package)
 
 
 def sources() -> Iterator[Source]:
@@ -391,6 +394,47 @@ def docstring_faults(source: Source) -> list[str]:
         if node.name.startswith("_") or ast.get_docstring(node):
             continue
         faults.append(f"{source.name}:{node.lineno} {node.name} has no docstring")
+    return faults
+
+
+#: The first words of a sentence whose noun comes last, or never.
+_NO_NOUN = re.compile(
+    r"(?:^|(?<=[.!?]\s))(what|who|whoever|whatever|whose|whom|of|those|one that|one who)\b", re.IGNORECASE
+)
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """Each comment with its first line; neighbouring lines are one."""
+    block, began, last = list[str](), 0, -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line = token.start[0]
+        if block and line != last + 1:
+            yield began, " ".join(block)
+            block = []
+        began = began if block else line
+        block.append(token.string.lstrip("#: "))
+        last = line
+    if block:
+        yield began, " ".join(block)
+
+
+def wording_faults(source: Source) -> list[str]:
+    """Sentences of docstrings and comments that do not begin with a noun or a verb."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = (
+        (getattr(node, "lineno", 1), ast.get_docstring(node) or "")
+        for node in ast.walk(source.tree)
+        if isinstance(node, documented)
+    )
+    faults = []
+    for line, text in (*docstrings, *comments(source.text)):
+        words = " ".join(text.split())
+        faults += [
+            f"{source.name}:{line} a sentence begins with {words[found.start() : found.start() + 40]!r}"
+            for found in _NO_NOUN.finditer(words)
+        ]
     return faults
 
 

@@ -38,6 +38,7 @@ def test_no_two_modules_share_a_name() -> None:
         rules.safety_faults,
         rules.guard_faults,
         rules.docstring_faults,
+        rules.wording_faults,
         rules.struct_faults,
         rules.task_faults,
         rules.markup_faults,
@@ -254,6 +255,10 @@ def test_pure_package_imports_alone(package: str) -> None:
         (rules.markup_faults, "segue.cli.x", "from rich.text import Text\nText.from_markup(x)"),
         (rules.docstring_faults, "segue.kv.ids", "class A:\n    pass"),
         (rules.docstring_faults, "segue.kv.ids", "async def f():\n    pass"),
+        (rules.wording_faults, "segue.kv.x", "#: What a peer sends.\nX = 1"),
+        (rules.wording_faults, "segue.kv.x", "x = 1  # of the last stage"),
+        (rules.wording_faults, "segue.kv.x", "# The first. One\n# that comes late is refused."),
+        (rules.wording_faults, "segue.kv.x", 'def f():\n    """A peer. Who asks\n    waits."""'),
         (
             rules.struct_faults,
             "segue.kv.ids",
@@ -285,6 +290,11 @@ def test_rule_sees_a_fault(rule: Rule, name: str, text: str) -> None:
         (rules.guard_faults, "segue.server.http.guarded_http", "import uvicorn"),
         (rules.markup_faults, "segue.cli.x", "from rich.table import Table\nfrom rich.text import Text"),
         (rules.docstring_faults, "segue.kv.ids", "def _f():\n    pass"),
+        (
+            rules.wording_faults,
+            "segue.kv.x",
+            '"""Says what a peer sends, and of whom."""\n# see what `f` does',
+        ),
         (rules.struct_faults, "segue.kv.ids", "class A(msgspec.Struct, frozen=True):\n    x: int"),
     ],
 )

@@ -171,9 +171,10 @@ class Agreement:
     calls in the same order, from one thread each, also while they have no room: a rank that leaves a call out
     is seen at the next one.
 
-    Each call raises RankDivergence where the ranks differ (the same text on every rank, and the group can be
-    used on if they were at the same call), OutOfCapacity above MAX_ROOMS, and PeerLost by the group's timeout
-    for each exchange (three at most, two without a failed hand-off) when a rank is gone or does not answer.
+    Each call raises RankDivergence where the ranks differ, with the same text on every rank; the group stays
+    usable if they were at the same call. It raises OutOfCapacity above MAX_ROOMS. It raises PeerLost when a
+    rank is gone or does not answer, after the group's timeout for each exchange: three at most, two without a
+    failed hand-off.
     """
 
     def __init__(self, group: RankGroup) -> None:

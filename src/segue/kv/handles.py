@@ -112,8 +112,8 @@ class KVSender(_Handle):
         follows with more layers, and at last without a number.
 
         Each rank waits for `ready` by itself before it reads the pages; other calls need not. If the hand-off
-        ends before, nothing of the chunk is read or sent. One that never comes: the hand-off ends by its
-        deadline.
+        ends before, nothing of the chunk is read or sent. If `ready` never
+        comes, the hand-off ends by its deadline.
         """
         chunk = events.SendChunk(self.key, span, _page_ids(pages), slot, layers, ready)
         if metadata is None:

@@ -183,7 +183,7 @@ class TransportNegotiation:
         return probe.source, to, name, peer.info.endpoints[name][probe.target]
 
     async def _tell(self, peer: Peer) -> None:
-        """Compare the choice with what this host can do, which is measured now if it never was, and say all
+        """Compare the choice with the host's own speed, which is measured now if it never was, and say all
         of it in one line."""
         choice = peer.speed.choice
         assert choice is not None
@@ -193,7 +193,7 @@ class TransportNegotiation:
             try:
                 host = await loop.run_in_executor(self._threads, self._host_speed)
             except (OSError, RuntimeError) as exc:  # no socket, or no thread
-                log.warning("what this host can do was not measured: %s", exc)
+                log.warning("the host's own speed was not measured: %s", exc)
             else:
                 in_memory = self._kinds.kind(choice.transport).in_memory
                 choice = msgspec.structs.replace(choice, slow=slow(figures, host, in_memory=in_memory))

@@ -104,8 +104,8 @@ class SendChunk:
     skips what lies before its destination's prefix. The chunk with `span.end == prompt_tokens` is the final
     one: the state in `slot`, if the model keeps one, is complete, too.
 
-    With `layers` only the KV of the model's first so many layers is complete. What follows is the same chunk
-    with more layers, and at last without a number.
+    With `layers` only the KV of the model's first so many layers is complete. The same chunk follows with
+    more layers, and at last without a number.
     """
 
     key: RoomKey

@@ -27,8 +27,8 @@ difference.
 
 Each half ends once. It tells its room (`HandoffPhase`) and sends its peer `Failed`, unless the peer has ended
 it.
-Without a session it sends that over the next one (`End`). What comes afterwards changes no outcome; it can
-only be a proof.
+Without a session it sends that over the next one (`End`). Later events change no outcome; they can only be
+proofs.
 
 **Who may touch the pages** is part of each state (`STATES`, `lease.py`). Pages that nobody else could touch
 yet are free when the hand-off ends: decode's, as long as nobody was told of them; prefill's, as long as no

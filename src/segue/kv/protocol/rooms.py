@@ -209,7 +209,7 @@ class Rooms:
         self.open = 0
         #: waiting messages by decode leader; their number, and the number of their page ids
         self._parked_of: dict[LeaderId, dict[AnyParked, None]] = {}
-        #: those of them that are `Declined`, the oldest first
+        #: waiting `Declined` messages, the oldest first
         self._words: dict[AnyParked, None] = {}
         self.parked = 0
         self.parked_pages = 0

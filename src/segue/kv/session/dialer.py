@@ -20,8 +20,8 @@ class Dialer:
 
     The pauses, drawn with `uniform`, are timers of the loop and end at `stop`. `name` stands in the log,
     where two failures in a row for the same reason are one line. `refused` is called with each refusal that
-    another try will not mend by itself, and with each failure once the peer could not be reached for
-    `patience_s` seconds, so that requests which wait for the peer can end with the reason.
+    another try will not mend by itself. It is called with each failure once the peer could not be reached for
+    `patience_s` seconds. So requests that wait for the peer can end with the reason.
     """
 
     def __init__(

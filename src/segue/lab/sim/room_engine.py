@@ -347,7 +347,7 @@ class RoomStories:
         if claim.open_rank:
             self._causes.open_rooms.add(room.number)
             ranks = [p.me for p in self._ranks_of(prefill)]
-            if len(ranks) > 1:  # of three ranks, not the one in the hint
+            if len(ranks) > 1:  # neither the rank in the hint nor our own
                 room.hints = {me: ranks[at - 1].dp_rank for at, me in enumerate(ranks)}
                 room.sent_on = {me: ranks[at - 2].dp_rank for at, me in enumerate(ranks)}
                 room.sent_on |= {me: rank for me, rank in room.hints.items() if len(ranks) == 2}

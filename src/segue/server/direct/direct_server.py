@@ -131,7 +131,7 @@ class DirectServer(OpenAIServer):
         super().__init__(fleet, tokenizer, settings, metrics, records)
         self.fleet = fleet
         self.me = me
-        #: of the leader in this process; a unified one has none
+        #: halves of the leader in this process; a unified leader has none
         self.halves = halves
 
     def sizes(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ async def run_frontend(
         context_tokens, vocab_size = model_bounds(model_folder, tokenizer)
         own = config.answers.sampling_defaults == "model"
         defaults = of_model(model_folder, vocab_size) if own else OPENAI
-        log.info("what clients do not name: %s", defaults)
+        values = " ".join(f"{name}={value:g}" for name, value in asdict(defaults).items())
+        log.info("event=sampling_defaults source=%s %s", config.answers.sampling_defaults, values)
         settings = OpenAIServerSettings(
             model=served_model,
             context_tokens=context_tokens,

@@ -36,10 +36,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The life of one request in one process, or of one attempt there.
 
     `request_id` is that of the sample or attempt: what the client knows it by, then `-N` and `~ATTEMPT`.
-    `where` names the process and `role` its kind (`http` for a whole HTTP request), `began` is when it got
-    the request, on its own monotonic clock, and `seconds` how long it took until its end, or so far while it
-    is not `ended`. `facts` are counts (tokens, bytes), `traceparent` (W3C) is the span above this one, `span`
-    its own if others are told of it.
+    `where` names the process and `role` its kind (`http` for a whole HTTP request). `began` is when it got
+    the request, on its own monotonic clock. `seconds` is the time until its end, or so far while it is not
+    `ended`. `facts` are counts (tokens, bytes), `traceparent` (W3C) is the span above this one, `span` its
+    own if others are told of it.
     """
 
     request_id: str

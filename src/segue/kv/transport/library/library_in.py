@@ -4,9 +4,9 @@ Each writer that has proven itself gets a receiving end of the library of its ow
 that, waits for the path's end, and closes it: with most libraries to close it is the only proof there is that
 stays true whatever the writer does. Everything else here runs on the loop's thread.
 
-An epoch that a writer was granted may be written until the writer has said `Settled` of it (every post ended
-in the library's own success), or goodbye, or the receiving end was closed, where that is a proof. A fence is
-answered then and not before. Where none of these comes, it never is: the pages stay in quarantine.
+A granted epoch may be written until its writer has sent `Settled` (every post ended in the library's own
+success) or goodbye. Where it is a proof, the close of the receiving end ends it as well. A fence is answered
+then and not before. Where none of these comes, it never is: the pages stay in quarantine.
 """
 
 from __future__ import annotations
