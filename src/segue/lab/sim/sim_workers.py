@@ -14,6 +14,7 @@ from segue.kv.ranks.rank_link import RankLink
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
 from segue.lab.sim.node_views import KVView
+from segue.lab.sim.sim_threads import SimThread
 from segue.lab.sim.world import Injected
 
 
@@ -116,6 +117,12 @@ class SimWorkerRank(WorkerRank):
         until = self._node.world.now + seconds
         for end in (self.ours, self.theirs):
             end.not_before = max(end.not_before, until)
+
+    def close(self) -> None:
+        """End the link, on a thread that may wait. Without one the process ends right now, because its
+        address is taken, and the link with it."""
+        if SimThread.current is not None:
+            super().close()
 
     def leave(self) -> None:
         """The worker ends its transports, and then its process. On a thread that may wait."""
