@@ -13,12 +13,13 @@ from vllm_bench import MODEL
 from vllm_model import BLOCK, ModelEngine, ModelPool, ModelWorker, Step
 
 from segue.integrations.vllm.vllm_decode_table import DecodeTable
-from segue.integrations.vllm.vllm_memory import CacheFacts, CachePool, cache_pool
+from segue.integrations.vllm.vllm_memory import CacheFacts, cache_pool
 from segue.integrations.vllm.vllm_orders import decode_orders
 from segue.integrations.vllm.vllm_params import PeerAddress
 from segue.integrations.vllm.vllm_prefill_table import PrefillTable
 from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
 from segue.integrations.vllm.vllm_shared_pool import SharedPoolMode
+from segue.integrations.vllm.vllm_table import SchedulerTable
 from segue.integrations.vllm.vllm_worker import WorkerSide
 from segue.kv import Role
 
@@ -86,6 +87,48 @@ def kv_of(caches: dict[str, torch.Tensor], blocks: Sequence[int], tokens: int) -
     return torch.stack(layers)
 
 
+def make_engine(
+    stack: ExitStack,
+    role: Role,
+    settings: ConnectorSettings,
+    policy: LoadFailurePolicy,
+    *,
+    shared: bool = False,
+    facts: CacheFacts = CPU_ATTN,
+    secret: bytes = b"",
+    model: str = "model/float32",
+) -> ModelEngine:
+    """An engine whose worker is real. Its `stack` closes it."""
+    pool, block = ModelPool(BLOCKS), facts.block_size
+    table: SchedulerTable
+    if role is Role.PREFILL:
+        table = PrefillTable(MODEL, pool, block, settings, secret)
+    else:
+        table = DecodeTable(MODEL, pool, block, settings, secret, policy=policy)
+    caches, mode = make_caches(shared)
+    side = WorkerSide(role, settings, secret, model, cache_pool(caches, facts, mode.memory))
+    stack.callback(side.close)
+    if isinstance(table, PrefillTable):
+        table.address = PeerAddress(side.address.leader, side.address.host, side.address.port)
+    engine = ModelEngine(table, pool, policy)
+    engine.worker = TensorWorker(pool, side, caches)
+    return engine
+
+
+def run_step(engine: ModelEngine, budget: int = 6) -> None:
+    """One step. EngineCore's asserts hold in it."""
+    engine.schedule(budget)
+    engine.complete()
+
+
+def held_by(engine: ModelEngine) -> dict[str, int]:
+    """What the engine's table and worker hold; `peers` are sessions, `ended` what the protocol remembers."""
+    worker = engine.worker
+    assert isinstance(worker, TensorWorker)
+    found = {**worker.side.sizes(), **engine.table.sizes()}
+    return {key: n for key, n in found.items() if n and key not in ("peers", "ended", "deadlines")}
+
+
 class Pair:
     """`prefill` and `decode`, and what each needs. Close it with its ExitStack."""
 
@@ -103,35 +146,25 @@ class Pair:
     ) -> None:
         self.settings = ConnectorSettings(**{"transport": ["shm" if shared else "tcp"], **settings})
         self.stack = stack
-        pool = ModelPool(BLOCKS)
-        table = PrefillTable(MODEL, pool, BLOCK, self.settings, secret)
-        self.prefill = ModelEngine(table, pool, policy)
-        self.prefill.worker = self._worker(Role.PREFILL, pool, CPU_ATTN, shared, models[0], secret)
-        address = self.prefill.worker.side.address
-        table.address = PeerAddress(address.leader, address.host, address.port)
-        pool = ModelPool(BLOCKS)
-        theirs = secret if decode_secret is None else decode_secret
-        self.decode = ModelEngine(
-            DecodeTable(MODEL, pool, BLOCK, self.settings, theirs, policy=policy), pool, policy
+        self.prefill = make_engine(
+            stack, Role.PREFILL, self.settings, policy, shared=shared, secret=secret, model=models[0]
         )
-        self.decode.worker = self._worker(Role.DECODE, pool, decode_facts, shared, models[1], theirs)
-
+        self.decode = make_engine(
+            stack,
+            Role.DECODE,
+            self.settings,
+            policy,
+            shared=shared,
+            facts=decode_facts,
+            secret=secret if decode_secret is None else decode_secret,
+            model=models[1],
+        )
         self.running = [self.prefill, self.decode]
-
-    def _worker(
-        self, role: Role, pool: ModelPool, facts: CacheFacts, shared: bool, model: str, secret: bytes
-    ) -> TensorWorker:
-        caches, mode = make_caches(shared)
-        found: CachePool = cache_pool(caches, facts, mode.memory)
-        side = WorkerSide(role, self.settings, secret, model, found)
-        self.stack.callback(side.close)
-        return TensorWorker(pool, side, caches)
 
     def step(self) -> None:
         """One step of each engine, and vLLM's millisecond between steps without a forward."""
         for engine in self.running:
-            engine.schedule(6)
-            engine.complete()
+            run_step(engine)
         time.sleep(0.001)
 
     def until(self, condition: Callable[[], object], within_s: float = 30) -> None:
@@ -142,15 +175,9 @@ class Pair:
             self.step()
 
     def sizes(self) -> dict[str, int]:
-        """What both sides hold; `peers` are sessions, `ended` what the protocol remembers."""
-        held: dict[str, int] = {}
-        for name, engine in (("prefill", self.prefill), ("decode", self.decode)):
-            worker = engine.worker
-            assert isinstance(worker, TensorWorker)
-            for key, count in {**worker.side.sizes(), **engine.table.sizes()}.items():
-                if count and key not in ("peers", "ended", "deadlines"):
-                    held[f"{name}.{key}"] = count
-        return held
+        """What both sides hold."""
+        sides = {"prefill": self.prefill, "decode": self.decode}
+        return {f"{name}.{key}": n for name, side in sides.items() for key, n in held_by(side).items()}
 
 
 def expected(tokens: Sequence[int]) -> torch.Tensor:
