@@ -512,6 +512,72 @@ def test_a_room_that_is_in_use_is_refused_and_the_first_request_goes_on(pair: De
     run(pair, work)
 
 
+@pytest.mark.parametrize("end", ["success", "refused", "left"])
+def test_a_room_that_is_used_again_at_once_is_refused_on_both_sides(pair: Deployment, end: str) -> None:
+    """Not that of the first request, whose KV would be another prompt's."""
+
+    async def work(legs: Legs) -> None:
+        body = legs.body()
+        if end == "success":
+            assert (await legs.both(body))[1].status_code == 200
+        elif end == "refused":
+            with pytest.MonkeyPatch.context() as patch:
+                refuse_at_the_door(server_of(pair, Role.DECODE), "full", patch)
+                assert (await legs.both(body))[1].status_code == 429
+        else:
+            with paused(pair):
+                leg = asyncio.get_running_loop().create_task(legs.one(legs.prefill, body))
+                await until(lambda: handoffs(pair, Role.PREFILL))
+                await leave(leg)
+                await until(lambda: not handoffs(pair, Role.PREFILL))
+        prefill, decode = await legs.both(body | {"prompt": "another prompt in the same room"})
+        assert code(prefill) == "400 INVALID_REQUEST"
+        assert decode.status_code in (400, 429, 499), decode.text
+        assert (await legs.both(legs.body()))[1].status_code == 200
+
+    assert_serves(pair)
+    run(pair, work)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_rank_that_one_leg_alone_names_and_that_is_none_ends_both(pair: Deployment, role: Role) -> None:
+    """Its header is the leg's own."""
+
+    async def work(legs: Legs) -> None:
+        body, asked = legs.body(), {"x-data-parallel-rank": "9"}
+        both = [
+            legs.client.post(
+                legs.at(leg) + "/v1/completions", json=body, headers=asked if leg is role else {}
+            )
+            for leg in (Role.PREFILL, Role.DECODE)
+        ]
+        answers = await asyncio.gather(*both)
+        assert [code(answer) for answer in answers] == ["400 DP_RANK_OUT_OF_RANGE"] * 2
+
+    assert_serves(pair)
+    with paused(pair):
+        run(pair, work)
+
+
+def test_hundreds_of_refused_legs_keep_nobody_out(pair: Deployment) -> None:
+    """Each is a word that prefill keeps for a request that never comes."""
+
+    async def work(legs: Legs) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            refuse_at_the_door(server_of(pair, Role.DECODE), "too long", patch)
+            refused = [legs.one(legs.decode, legs.body()) for _ in range(400)]
+            assert {answer.status_code for answer in await asyncio.gather(*refused)} == {400}
+        body = legs.body()
+        decode = asyncio.get_running_loop().create_task(legs.one(legs.decode, body))
+        early = of(pair, Role.PREFILL).manager.sizes  # type: ignore[union-attr]
+        await until(lambda: early()["early"])  # its destination is there first
+        assert (await legs.one(legs.prefill, body)).status_code == 200
+        assert (await decode).status_code == 200
+
+    assert_serves(pair)
+    run(pair, work)
+
+
 def test_unknown_bootstrap_addresses_reach_no_prefill(
     pair: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

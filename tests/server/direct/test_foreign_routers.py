@@ -283,7 +283,6 @@ def test_a_client_that_leaves_and_a_router_that_is_killed_leave_nothing(parts: P
     assert post(router, "/v1/completions", ASK).status_code == 200
 
 
-@pytest.mark.parametrize("parts", [1], indirect=True, ids=["dp1"])
 @pytest.mark.parametrize("role_port", [PREFILL, DECODE], ids=["prefill", "decode"])
 @pytest.mark.parametrize("router", [SGLANG, VLLM], ids=["sglang", "vllm"])
 def test_a_leg_that_is_refused_ends_the_other_one_and_leaves_no_room(
@@ -325,6 +324,54 @@ def test_prefill_that_is_killed_and_comes_back_at_its_address_serves_again(parts
             assert time.monotonic() < until, answer.text
             time.sleep(0.2)
         assert said(answer) == wanted
+
+
+@pytest.mark.parametrize("parts", [1], indirect=True, ids=["dp1"])
+def test_prefill_that_dies_between_its_room_and_decode_s_leg_costs_a_typed_error_and_no_wrong_answer(
+    parts: Parts,
+) -> None:
+    """Its successor at the same address knows neither room."""
+    remote = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": BOOTSTRAP, "bootstrap_room": 4711}
+    first = post(PREFILL, "/v1/completions", ASK | {"max_tokens": 1} | remote)
+    computed = ASK | {"kv_transfer_params": first.json()["kv_transfer_params"]}
+    assert post(PREFILL, "/v1/completions", ASK | room).status_code == 200
+    parts.end("prefill", signal.SIGKILL)
+    parts.start("prefill")
+    parts.ready("prefill")
+    for body, expected in ((computed, (503,)), (ASK | room, (503, 504))):
+        began = time.monotonic()
+        answer = post(DECODE, "/v1/completions", body)
+        assert answer.status_code in expected, answer.text
+        assert time.monotonic() - began < 2 * BUDGET_S
+    at_rest(PREFILL)
+    at_rest(DECODE)
+
+
+@pytest.mark.parametrize("parts", [1], indirect=True, ids=["dp1"])
+def test_decode_that_dies_with_its_leg_and_comes_back_at_its_address_serves_and_nothing_is_left(
+    parts: Parts,
+) -> None:
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": BOOTSTRAP}
+    slow = ASK | {"max_tokens": 3000, "ignore_eos": True, "stream": True, **room}
+    wanted = said(post(FRONTEND, "/v1/completions", ASK))
+    url = f"http://127.0.0.1:{DECODE}/v1/completions"
+    assert post(PREFILL, "/v1/completions", slow | {"bootstrap_room": 4712}).status_code == 200
+    with httpx.stream("POST", url, json=slow | {"bootstrap_room": 4712}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        assert post(PREFILL, "/v1/completions", ASK | room | {"bootstrap_room": 4713}).status_code == 200
+        parts.end("decode", signal.SIGKILL)
+        with contextlib.suppress(httpx.TransportError):
+            for _ in lines:
+                pass
+    parts.start("decode")
+    parts.ready("decode")
+    # The room that no decode had bound is open: it is this one's, too.
+    answer = post(DECODE, "/v1/completions", ASK | room | {"bootstrap_room": 4713})
+    assert answer.status_code == 504 or said(answer) == wanted, answer.text
+    at_rest(PREFILL)
+    at_rest(DECODE)
 
 
 # ---- KV events -------------------------------------------------------------------------------------
