@@ -206,6 +206,94 @@ MUTANTS = (
         "        if (self.fences.waiting and not self.peer_done) or self.tally.unverified:",
         "decode uses pages again that its own ranks still let others write",
     ),
+    Mutant(
+        "written before it is copied",
+        "kv/transport/staged/staged_in.py",
+        "        self._host.copy_in(blocks, piece.slot, partial(self._copied, piece))\n\n"
+        "    def _copied(self, piece: InPiece, error: SegueError | None) -> None:\n"
+        "        self._free(piece)\n"
+        "        if error is not None:\n"
+        "            self.end(error)\n"
+        "        elif self.over is None:\n"
+        "            self._say(wire.PieceCopied(piece.number))\n",
+        "        self._host.copy_in(blocks, piece.slot, partial(self._copied, piece))\n"
+        "        self._say(wire.PieceCopied(piece.number))\n\n"
+        "    def _copied(self, piece: InPiece, error: SegueError | None) -> None:\n"
+        "        self._free(piece)\n"
+        "        if error is not None:\n"
+        "            self.end(error)\n",
+        "a write has landed when its slot is full",
+    ),
+    Mutant(
+        "a fence that copies outlive",
+        "kv/transport/staged/staged_in.py",
+        "        copying = any(p.epoch == epoch and p.state is _S.COPYING for p in self.pieces.values())\n",
+        "        copying = False\n",
+        "decode's fence is answered while its own threads still write the pages",
+    ),
+    Mutant(
+        "a fence that copies out outlive",
+        "kv/transport/staged/staged_out.py",
+        "if epoch in self._fences and not any(p.write.epoch == epoch for p in self.pieces.values()):\n",
+        "if epoch in self._fences:\n",
+        "prefill's fence is answered while its pages are still read",
+    ),
+    Mutant(
+        "a slot that is not given back",
+        "kv/transport/staged/staged_out.py",
+        "        if piece.dead or error is not None:\n            self._host.out_slots.give(piece.slot)\n",
+        "        if piece.dead or error is not None:\n",
+        "each fence in the middle of a copy costs a slot",
+    ),
+    Mutant(
+        "a slot is given on while it is written",
+        "kv/transport/staged/staged_in.py",
+        "        if piece.state is _S.QUARANTINED and piece.fenced and piece.settled:\n",
+        "        if piece.state is _S.QUARANTINED and piece.fenced:\n",
+        "a fence of shm that proves nothing frees a slot",
+    ),
+    Mutant(
+        "slots of paths that broke",
+        "kv/transport/staged/staged_transport.py",
+        "            old.replaced()\n",
+        "",
+        "a path that breaks costs slots until the writer's process has ended (this was a bug)",
+    ),
+    Mutant(
+        "a piece behind a fence ends its path",
+        "kv/transport/staged/staged_in.py",
+        "        if (self.peer, piece.epoch) not in self._host.grants:  # a fence has",
+        "        if False:  # a fence has",
+        "the end of one hand-off breaks all others of its pair (this was a bug)",
+    ),
+    Mutant(
+        "written before it is ready",
+        "kv/ranks/local_rank.py",
+        "        if ready is not None and not ready.over:\n            self._hold(ready, epoch",
+        "        if ready is not None and ready.number < 0:\n            self._hold(ready, epoch",
+        "KV leaves before the forward has stored it",
+    ),
+    Mutant(
+        "hashed before it is ready",
+        "kv/ranks/local_rank.py",
+        "        elif effect.ready.over:\n",
+        "        elif effect.ready.number >= 0:\n",
+        "a checksum is of what lay in the pages before",
+    ),
+    Mutant(
+        "a fence that leaves what waits",
+        "kv/ranks/local_rank.py",
+        "        self._drop(transport, peer, epoch)\n        self._by_name",
+        "        self._by_name",
+        "checksums of a hand-off that is over wait for KV that may never be ready",
+    ),
+    Mutant(
+        "each side its own checksum",
+        "kv/peers.py",
+        "        if kind in prefill.checksums and kind in decode.checksums:\n",
+        "        if kind in prefill.checksums:\n",
+        "prefill alone decides which checksum both compute",
+    ),
 )
 
 #: Runs in the copy: the number of each seed as it begins, until one fails, then one line of JSON. A sabotage

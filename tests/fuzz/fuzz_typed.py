@@ -31,6 +31,7 @@ from segue.kv.protocol.ticket import Ticket
 from segue.kv.session import frames
 from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.shm.shm_wire import ShmAddress
+from segue.kv.transport.staged.staged_wire import FromStagedReader, FromStagedWriter, StagedMessage
 from segue.kv.transport.tcp import tcp_wire
 from segue.kv.transport.tcp.tcp_sockets import TcpAddress
 from segue.server.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -129,6 +130,19 @@ _parts = st.builds(
     _rows,
 )
 
+STAGED = Types(
+    fields={
+        "number": st.integers(0, 9),
+        "epoch": st.sampled_from((7, 7, 7, 8)),
+        "nbytes": st.sampled_from((1, 16, 64, 65)),
+        "inner_epoch": st.integers(0, 3),
+        "rows": st.sampled_from((1, 2, 8)),
+        "row_bytes": st.sampled_from((1, 8, 16)),
+        "src_offset": st.sampled_from((0, 8, 56, 2**40)),
+        "dst_offset": st.sampled_from((0, 100, 1000, 4095, 2**40)),
+    }
+)
+
 # ---- the doors ------------------------------------------------------------------------------------
 
 JSON = Types(text_only=True)
@@ -207,6 +221,9 @@ TYPED: dict[str, Bytes] = {
     "tcp_endpoint": Types(fields={"host": HOSTS, "version": st.sampled_from((1, 1, 2))}).encoded(TcpAddress),
     "shm_endpoint": Types(fields={"version": st.sampled_from((1, 1, 2))}).encoded(ShmAddress),
     "shm_verdict": st.lists(st.sampled_from((0, 1, 2, 3, 4, 128, 255)), max_size=6).map(bytes),
+    "staged_message": STAGED.encoded(StagedMessage),
+    "staged_reader": several(STAGED.encoded(FromStagedWriter), 24),
+    "staged_writer": several(STAGED.encoded(FromStagedReader), 24),
     "report": JSON.encoded(Ready | CannotStart),
     "join": JOIN.encoded(LeaderInfo),
     "handoff_prefill": several(PEERS.encoded(HandoffMessage)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -16,21 +16,23 @@ import torch
 from areas import whole
 from ranks import rank
 from segue.kv.config import KVConfig
-from segue.kv.errors import ConfigError, ErrorCode, TransferFailed
+from segue.kv.errors import ConfigError, ErrorCode, SegueError, TransferFailed
 from segue.kv.handles import Change
 from segue.kv.ids import ChecksumKind, KVPoll, RankId, Role, RoomKey, Span, new_room
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
-from segue.kv.transport.base import Fenced, TransportEvent, WriteFailed, Written
+from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.kv.transport.epochs import Grants
 from segue.kv.transport.kinds import KINDS
 from segue.kv.transport.memory.pool_memory import Memory, Region, allocate, host_region
 from segue.kv.transport.options import TransportOptions
-from segue.kv.transport.staged import staged_transport
 from segue.kv.transport.staged import staged_wire as wire
 from segue.kv.transport.staged.staged_copies import Copies, pack
+from segue.kv.transport.staged.staged_in import InPiece, StagedReader
 from segue.kv.transport.staged.staged_slots import Slots
+from segue.kv.transport.staged.staged_transport import StagedTransport, StagedTuning
 
 PATIENCE_S = 60.0
 NAMES = ["staged_tcp", "staged_shm"]
@@ -40,14 +42,17 @@ MiB = 2**20
 class End:
     """One staged transport over memory of the host that nobody else may look at."""
 
-    def __init__(self, name: str, me: RankId, nbytes: int, staging_bytes: int = 64 * 1024) -> None:
+    def __init__(
+        self, name: str, me: RankId, nbytes: int, staging_bytes: int = 64 * 1024, slots: int = 8
+    ) -> None:
         self.me = me
         self.events: queue.Queue[TransportEvent] = queue.Queue()
         self.array = np.zeros(nbytes, np.uint8)
         self.memory = Memory([host_region(self.array)])
         options = TransportOptions(me=me, staging_bytes=staging_bytes)
-        self.transport = KINDS.create(name, self.events.put, options)
-        assert isinstance(self.transport, staged_transport.StagedTransport)
+        kind = KINDS.kind(name)
+        assert issubclass(kind, StagedTransport)
+        self.transport = kind(self.events.put, options, StagedTuning(slots=slots))
         self.endpoint = self.transport.register(self.memory)
 
     def connect(self, other: End) -> None:
@@ -69,13 +74,10 @@ def ends(name: str, count: int, nbytes: int, **options: int) -> Iterator[list[En
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_pools_that_are_full_of_one_another_s_pieces_still_move(
-    name: str, slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pools_that_are_full_of_one_another_s_pieces_still_move(name: str, slots: int) -> None:
     """Three sides write to both others at once, each many times what all slots hold."""
-    monkeypatch.setattr(staged_transport, "SLOTS", slots)
     nbytes = 256 * 1024
-    with ends(name, 3, 4 * nbytes, staging_bytes=2 * slots * 4096) as made:
+    with ends(name, 3, 4 * nbytes, staging_bytes=2 * slots * 4096, slots=slots) as made:
         for n, end in enumerate(made):
             end.array[: 2 * nbytes] = np.random.default_rng(n).integers(0, 256, 2 * nbytes, np.uint8)
             for other in made:
@@ -93,7 +95,6 @@ def test_pools_that_are_full_of_one_another_s_pieces_still_move(
             assert np.array_equal(made[to].array[(2 + half) * nbytes : (3 + half) * nbytes], sent)
         for end in made:
             transport = end.transport
-            assert isinstance(transport, staged_transport.StagedTransport)
             drained = threading.Event()
             transport._loop.post(drained.set)
             assert drained.wait(PATIENCE_S)
@@ -242,6 +243,151 @@ def test_staging_stands_for_what_takes_no_device_memory_and_for_nothing_else() -
     assert KINDS.for_memory(["shm", "tcp"], device) == ["staged_shm", "staged_tcp"]
     assert KINDS.for_memory(["cuda_ipc", "tcp"], device) == ["cuda_ipc", "tcp"]
     assert KINDS.for_memory(["shm", "tcp"], host) == ["shm", "tcp"]
+
+
+# ---- the reader's slots ------------------------------------------------------------------------------
+
+
+class Reading:
+    """The transport of one reading path, with two slots."""
+
+    def __init__(self) -> None:
+        self.in_slots, self.slot_bytes, self.grants = Slots(0, 64, 4), 64, Grants()
+        self.said: list[msgspec.Struct] = []
+        self.fenced: list[int] = []
+        self.copies: list[Callable[[SegueError | None], None]] = []
+        self.events: list[object] = []
+        self.open = True
+        self.path = StagedReader(self, WRITER, self.said.append, self.closed)
+        self.grants.add(WRITER, 7, whole(64))
+
+    def closed(self) -> None:
+        self.open = False
+
+    def inner_grant(self, peer: RankId, offset: int, nbytes: int, path: StagedReader, piece: InPiece) -> int:
+        return 100 + piece.number
+
+    def inner_fence(self, peer: RankId, epoch: int) -> None:
+        self.fenced.append(epoch)
+
+    def inner_forget(self, epoch: int) -> None: ...
+
+    def check(self, peer: RankId, epoch: int, blocks: list[CopyBlock], nbytes: int) -> None: ...
+
+    def copy_in(self, blocks: list[CopyBlock], slot: int, ended: Callable[[SegueError | None], None]) -> None:
+        self.copies.append(ended)
+
+    def emit(self, event: TransportEvent) -> None:
+        self.events.append(event)
+
+    def forget_reader(self, path: StagedReader) -> None:
+        self.events.append(Forgotten())
+
+    def reader_gone(self, peer: RankId) -> bool:
+        return True
+
+
+class Forgotten:
+    """`forget_reader` was called."""
+
+
+WRITER = rank("aaaa")
+
+
+def test_a_piece_that_arrives_behind_a_fence_is_refused_and_its_path_stays() -> None:
+    """The fence has ended the grant on another thread, and not yet come to the loop."""
+    host = Reading()
+    host.path.told(wire.Want(1, 7, 10))
+    host.grants.remove(WRITER, 7)
+    host.path.told(wire.Filled(1, [CopyBlock(0, 0, 1, 10)]))
+    assert host.said == [wire.SlotGranted(1, 101, 0), wire.PieceRefused(1)]
+    assert (host.copies, host.in_slots.held, host.open) == ([], 0, True)
+    answered: list[bool] = []
+    host.path.fence(7, lambda: answered.append(True))
+    assert answered == [True]
+
+
+@pytest.mark.parametrize("word", [wire.GivenUp(1), None])
+def test_a_slot_is_given_on_when_neither_end_writes_there(word: msgspec.Struct | None) -> None:
+    """The writer says so of a piece, or by a new path of all that came before; our own end by its fence."""
+    host = Reading()
+    host.path.told(wire.Want(1, 7, 10))
+    (piece,) = host.path.pieces.values()
+    if word is None:
+        host.path.end(TransferFailed("cut"))
+    for step in ("fence", "word") if word is None else ("word", "fence"):
+        assert host.in_slots.held == 1, step
+        if step == "fence":
+            assert host.fenced == [101]
+            host.path.fenced(piece, False)
+        elif word is None:
+            host.path.replaced()
+        else:
+            host.path.told(word)
+    assert host.in_slots.held == 0
+    assert [type(event) for event in host.events] == ([PeerGone, Forgotten] if word is None else [])
+
+
+def test_a_proof_of_the_inner_transport_frees_a_slot_without_a_word() -> None:
+    host = Reading()
+    host.path.told(wire.Want(1, 7, 10))
+    (piece,) = host.path.pieces.values()
+    host.path.fenced(piece, True)
+    assert host.in_slots.held == 1, "nobody has given it up"
+    host.path.fence(7, lambda: None)
+    assert host.said[-1] == wire.PieceRefused(1)
+    host.path.fenced(piece, True)
+    assert host.in_slots.held == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_paths_that_break_again_and_again_cost_no_slot(name: str) -> None:
+    """Each time pieces have a slot of the reader, into which the writer's process might still write."""
+    with ends(name, 2, MiB) as (writer, reader):
+        copies = writer.transport._copies  # type: ignore[attr-defined]
+        out = copies.out
+        for epoch in range(3):
+            writer.connect(reader)
+            reader.transport.grant(writer.me, epoch, whole(MiB))
+            began, goes_on = threading.Event(), threading.Event()
+
+            def slow(
+                blocks: list[CopyBlock],
+                slot: int,
+                began: threading.Event = began,
+                goes_on: threading.Event = goes_on,
+            ) -> None:
+                began.set()
+                assert goes_on.wait(PATIENCE_S)
+                out(blocks, slot)
+
+            copies.out = slow
+            writer.transport.write(reader.me, epoch, 1, [CopyBlock(0, 0, 1, MiB)])
+            assert began.wait(PATIENCE_S)
+            path = reader.transport._readers[writer.me][-1]  # type: ignore[attr-defined]
+            reader.transport._loop.post(lambda path=path: path.end(TransferFailed("cut")))  # type: ignore[attr-defined]
+            assert isinstance(reader.wait(1)[0], PeerGone)
+            goes_on.set()
+            assert [type(event) for event in writer.wait(2)] == [WriteFailed, PeerGone]
+        copies.out = out
+        writer.connect(reader)
+        reader.transport.grant(writer.me, 9, whole(MiB))
+        writer.transport.write(reader.me, 9, 1, [CopyBlock(0, 0, 1, MiB)])
+        assert isinstance(writer.wait(1)[0], Written)
+        assert len(reader.transport._readers[writer.me]) == 1  # type: ignore[attr-defined]
+        assert reader.transport.in_slots.held == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_path_ends_with_its_inner_path_though_nothing_is_written(name: str) -> None:
+    """Else the next hand-off would find out, and fail."""
+    with ends(name, 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+        assert isinstance(writer.wait(1)[0], Written)
+        reader.transport._inner.close()  # type: ignore[attr-defined]
+        assert isinstance(writer.wait(1)[0], PeerGone)
 
 
 # ---- hand-offs ---------------------------------------------------------------------------------------

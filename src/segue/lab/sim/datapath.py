@@ -117,6 +117,8 @@ class TcpPath(DataPath):
     """A path over `tcp`."""
 
     name = TcpTransport.name
+    #: its streams carry the writes themselves
+    carries_writes = True
 
     def __init__(self, writer: KVView, mine: int, reader: KVView, rank: int) -> None:
         super().__init__(writer, mine, reader, rank)
@@ -289,6 +291,8 @@ class SimTransport(Transport):
     inner: Transport
     memory_kinds = frozenset(MemoryKind)
     make_path: ClassVar[type[DataPath]]
+    #: its queues are short in some scenarios
+    may_be_full: ClassVar[bool] = True
     #: the live ones, by peer and epoch
     grants: Grants | Mapping[tuple[RankId, int], int]
 
@@ -302,8 +306,18 @@ class SimTransport(Transport):
         self.connect_raises = self.fence_raises = 0
         self._connecting = 0
         self._closed = False
-        self._full = "full queues" in node.state.scenario.features
+        self._full = self.may_be_full and "full queues" in node.state.scenario.features
         self._rng = node.world.rng(f"{self.name} options {node.name}")
+
+    @property
+    def pool(self) -> bytearray | memoryview:
+        """The memory that peers write into."""
+        return self._node.engine.memory
+
+    @property
+    def lent(self) -> int:
+        """Slots of a staging pool that are not free."""
+        return 0
 
     def register(self, memory: Memory) -> Endpoint:
         """As production."""
@@ -365,7 +379,7 @@ class SimTransport(Transport):
 
     def _is_pool(self, thing: object) -> bool:
         """Whether an open descriptor is that of the pool, which outlives the transport."""
-        return isinstance(thing, Memfd) and thing.data is self._node.engine.memory
+        return isinstance(thing, Memfd) and thing.data is self.pool
 
     def end_a_thread(self) -> None:
         """The next turn of its I/O thread ends that thread."""
@@ -412,7 +426,7 @@ class SimTcp(SimTransport):
     def __init__(self, node: KVView, on_event: EventSink, options: TransportOptions) -> None:
         super().__init__(node, options.me.rank, on_event)
         rng = self._rng
-        self.net = SimNet(node, self.rank)
+        self.net = SimNet(node, self.rank, self.name)
         self.inner = TcpTransport(
             self._event,
             replace(options, host=node.host),
@@ -461,7 +475,7 @@ class SimShm(SimTransport):
 
     def register(self, memory: Memory) -> Endpoint:
         """As production, with a descriptor of the pool."""
-        fd = self.net.open(Memfd(self._node.engine.memory, self._node))
+        fd = self.net.open(Memfd(self.pool, self._node))
         return self.inner.register(Memory([replace(memory.only, fd=fd)]))
 
     def _copy(self, job: CopyJob, blocks: Sequence[CopyBlock]) -> None:

@@ -585,7 +585,7 @@ class Checks:
         sizes |= {f"engine {k}": v for k, v in node.engine.sizes().items()}
         if isinstance(node, KVView):
             sizes |= {k: v for k, v in node.manager.sizes().items() if k != "peers"}
-            sizes |= {"exposed": len(node.exposed), "grants": node.grants}
+            sizes |= {"exposed": len(node.exposed), "grants": node.grants, "slots": node.lent}
         return {k: v for k, v in sizes.items() if v}
 
     def _at_rest(self, node: NodeView) -> None:

@@ -117,6 +117,11 @@ class KVView(NodeView):
         """How many live grants its transports have."""
         return sum(len(transport.grants) for transport in self.transports.values())
 
+    @property
+    def lent(self) -> int:
+        """How many slots of its staging pools are in use."""
+        return sum(transport.lent for transport in self.transports.values())
+
     def paths_to(self, reader: LeaderId) -> Sequence[PathView]:
         """Its paths to a decode node."""
         raise NotImplementedError

@@ -33,6 +33,9 @@ from segue.lab.sim.vocabulary import (
 )
 from segue.server.balance.policies import POLICY_NAMES
 
+#: One deployment in five offers these instead of `shm` and `tcp`.
+STAGED = (("staged_tcp",), ("staged_tcp",), ("staged_shm",), ("staged_shm",), ("staged_shm", "staged_tcp"))
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -61,6 +64,8 @@ class Scenario:
     state: bool
     #: and each rank is a worker, asked over a channel
     workers: bool
+    #: some instances compute only the checksum that devices have
+    words: bool
     signed: bool
     policy: str
     fronts: int
@@ -125,6 +130,7 @@ def make_scenario(seed: int) -> Scenario:
         splits=splits,
         state=not splits.several and random.Random(f"segue state {seed}").random() < 0.35,
         workers=workers,
+        words=random.Random(f"segue words {seed}").random() < 0.15,
         transports=("shm",) if rng.random() < 0.6 else ("tcp",),
         signed=rng.random() < 0.5,
         policy=rng.choice(POLICY_NAMES),
@@ -176,6 +182,9 @@ def make_scenario(seed: int) -> Scenario:
     scenario.features |= frozenset(f for f in UNMET if unmet.random() < share)
     if "two transports" in scenario.features:
         scenario.transports = ("shm", "tcp")
+    staged = random.Random(f"segue staged {seed}")
+    if staged.random() < 0.2:
+        scenario.transports = staged.choice(STAGED)
     found = [f for f in UNMET if f in scenario.features]
     scenario.faults += _faults(unmet, scenario, found, len(scenario.faults))
     orders = random.Random(f"segue orders {seed}")

@@ -83,7 +83,7 @@ class SimHost(ShmHost):
 
     def __init__(self, node: KVView, rank: int) -> None:
         self.node = node
-        self.net = SimNet(node, rank)
+        self.net = SimNet(node, rank, "")
         self.io: SimIoLoop | None = None
         self._took: UnixSocket | None = None
         self._rng = node.world.rng(f"host {node.name}")

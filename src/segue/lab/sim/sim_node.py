@@ -14,7 +14,7 @@ import numpy as np
 from segue.kv.config import KVConfig, LeaderRuntime
 from segue.kv.errors import SegueError
 from segue.kv.handles import KVReceiver, KVSender
-from segue.kv.ids import LeaderId, RankId, Role, RoomKey
+from segue.kv.ids import ChecksumKind, LeaderId, RankId, Role, RoomKey
 from segue.kv.layout.content import whole_pages
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.manager import KVManager
@@ -39,6 +39,7 @@ from segue.lab.sim.room_engine import RoomEngine
 from segue.lab.sim.runtime import SimWorker
 from segue.lab.sim.sim_leader import LeaderNode, NodeParts
 from segue.lab.sim.sim_workers import SimWorkerRank
+from segue.lab.sim.staging import SimStagedShm, SimStagedTcp
 from segue.lab.sim.world import Injected, Violation
 from segue.server.instance.leader import Abandon
 from segue.server.observe.integrity_report import busy
@@ -47,6 +48,10 @@ from segue.server.schedulers.local_prompts import LocalPrompts
 from segue.server.schedulers.prefill import PrefillScheduler
 from segue.server.schedulers.scheduler import Scheduler
 
+_SIMULATED = (SimShm, SimTcp, SimStagedShm, SimStagedTcp)
+MADE: dict[str, Callable[[KVNode, EventSink, TransportOptions], SimTransport]] = {
+    made.name: made for made in _SIMULATED
+}
 #: The effects that may raise: what the others do cannot fail.
 BREAKABLE = (events.Send, events.PostWrite, events.Grant, events.Fence, events.ComputeChecksum)
 #: Events that a bug at the exchange's entry may lose: a proof that memory is free comes only once.
@@ -209,6 +214,8 @@ class _Unreadable:
     def buffers(self) -> Any:
         raise Injected("injected into a checksum")
 
+    regions = buffers
+
 
 class SimDigester(Digester):
     """Production's; what is read is looked at, reading may take its time and fail, and a bit may have changed
@@ -261,7 +268,9 @@ class SimDigester(Digester):
             self._memory = memory
 
     def _is_mine(self, effect: events.ComputeChecksum) -> None:
-        """5: no rank vouches for the bytes of another."""
+        """5: no rank vouches for the bytes of another, nor hashes in a way that it has not offered."""
+        if effect.kind not in self._node.checksums:
+            raise Violation("5", f"{self._node.name} is asked for {effect.kind}, which it does not compute")
         content = effect.content
         heads = [
             (plane.at(slot + token, content.page_tokens), plane.head_bytes)
@@ -341,9 +350,14 @@ class KVNode(LeaderNode, KVView):
 
     def _make_transport(self, name: str, on_event: EventSink, options: TransportOptions) -> SimTransport:
         self._pool_at = int(np.frombuffer(self.engine.memory, np.uint8).ctypes.data)
-        make = SimShm if name == SimShm.name else SimTcp
-        self.transports[options.me.rank, name] = made = make(self, on_event, options)
+        self.transports[options.me.rank, name] = made = MADE[name](self, on_event, options)
         return made
+
+    @property
+    def checksums(self) -> list[str]:
+        """The kinds that its ranks compute: some instances have only that of devices."""
+        words = self.state.scenario.words and self.world.rng(f"words {self.spec.name}").random() < 0.6
+        return [kind.value for kind in ChecksumKind if not words or kind is ChecksumKind.WORDS]
 
     @property
     def specs(self) -> list[PoolSpec]:
@@ -361,6 +375,7 @@ class KVNode(LeaderNode, KVView):
             memory = Memory([host_region(self.engine.memory)])
             mine = replace(runtime, digester=partial(SimDigester, self, index))
             rank = local_rank(replace(config, spec=spec), memory, mine, index)
+            rank.checksums = self.checksums
             if self.state.scenario.workers:
                 self.workers.append(SimWorkerRank(self, index, rank))
             found.append(self.workers[index] if self.workers else rank)

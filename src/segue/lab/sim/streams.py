@@ -25,9 +25,13 @@ from segue.lab.sim.world import Process
 class SimNet(Net):
     """The network of one node for production's `tcp`."""
 
-    def __init__(self, node: KVView, rank: int) -> None:
+    def __init__(self, node: KVView, rank: int, carries: str) -> None:
         self.node = node
         self.rank = rank
+        #: the transport whose streams these are
+        self.carries = carries
+        #: the address and size of what is registered, if it is not the node's pool
+        self.pool: tuple[int, int] | None = None
         self.process: Process = node
         self.host = node.host
         self.streams = node.state.streams
@@ -67,8 +71,11 @@ class SimNet(Net):
         self.poller.closed(fd)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """The offset of an address in the process's pool."""
-        return self.node.offset_of(address, nbytes)
+        """The offset of an address in what is registered; None unless all of these bytes are in it."""
+        if self.pool is None:
+            return self.node.offset_of(address, nbytes)
+        offset = address - self.pool[0]
+        return offset if 0 <= offset <= self.pool[1] - nbytes else None
 
     def need_descriptor(self) -> None:
         """Raises OSError while none is free."""
@@ -136,8 +143,8 @@ class SimNet(Net):
         ours, theirs = SimSocket(self), SimSocket(listener.net)
         listener.net.closed(theirs._fd)  # it has a number once it is accepted
         peer: Any = listener.net
-        path: Any = self.node.data_path(self.rank, peer.node, peer.rank, "tcp")
-        there = Flow(ours, theirs, path, path.rng, forward=True)
+        path: Any = self.node.data_path(self.rank, peer.node, peer.rank, self.carries)
+        there = Flow(ours, theirs, path, path.rng, forward=path.carries_writes)
         back = Flow(theirs, ours, path, path.rng, forward=False)
         ours.outward = theirs.inward = there
         ours.inward = theirs.outward = back

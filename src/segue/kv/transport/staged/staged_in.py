@@ -2,7 +2,9 @@
 
 The writer reaches our slots alone; we ourselves copy from them into the rank's memory. So whatever the inner
 transport proves, an epoch that was fenced is written no more once its last copy has ended. Slots are another
-matter: one is free when the writer says that it writes no more there, or when the inner transport proves it.
+matter. One whose piece was not filled is free when the inner transport proves that nothing is written there,
+or when the writer has said so and our own end has answered the fence. A writer that connects anew has said so
+of all that came before.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _S = LeaseState
 
 @dataclass(slots=True, eq=False)
 class InPiece:
-    """A piece that a writer asks a slot for, until that is free again."""
+    """A piece that a writer asks a slot for, until that is free again. `fenced`: our end of the inner
+    transport writes no more there; `settled`: nor does the writer."""
 
     number: int
     epoch: int
@@ -49,6 +52,8 @@ class InPiece:
     state: LeaseState = _S.WAITING
     slot: int = 0
     inner_epoch: int = 0
+    fenced: bool = False
+    settled: bool = False
 
 
 class ReaderHost(Protocol):
@@ -68,7 +73,8 @@ class ReaderHost(Protocol):
         self, blocks: list[CopyBlock], slot: int, ended: Callable[[SegueError | None], None]
     ) -> None: ...
     def emit(self, event: TransportEvent) -> None: ...
-    def reader_gone(self, path: StagedReader) -> bool: ...
+    def forget_reader(self, path: StagedReader) -> None: ...
+    def reader_gone(self, peer: RankId) -> bool: ...
 
 
 class StagedReader:
@@ -108,7 +114,8 @@ class StagedReader:
             case wire.GivenUp(number):
                 given_up = self.pieces.get(number)
                 if given_up is not None and given_up.state is not _S.COPYING:
-                    self._free(given_up)
+                    self._quarantine(given_up)
+                    self._settled(given_up)
             case _:
                 raise TransferFailed(f"{self.peer} says {type(message).__name__}, which is not its turn")
 
@@ -129,10 +136,17 @@ class StagedReader:
             self._refuse(piece)
         self._perhaps_gone()
 
-    def proven(self, piece: InPiece) -> None:
-        """Nothing is written into the slot of this piece any more, the inner transport says."""
-        if piece.state is _S.QUARANTINED:
-            self._free(piece)
+    def replaced(self) -> None:
+        """After the end: the writer has a new path, so all it wrote by this one has ended."""
+        for piece in list(self.pieces.values()):
+            self._settled(piece)
+
+    def fenced(self, piece: InPiece, proven: bool) -> None:
+        """The inner transport has answered: our end writes nothing into the slot of this piece any more, nor,
+        if that is `proven`, does the writer."""
+        piece.fenced = True
+        piece.settled = piece.settled or proven
+        self._perhaps_free(piece)
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -152,6 +166,10 @@ class StagedReader:
         if piece.state is _S.COPYING or piece.state is _S.WAITING:
             raise TransferFailed(f"{self.peer} has filled a slot that it does not have")
         if piece.state is _S.QUARANTINED:  # it hears, or has heard, that it was refused
+            self._free(piece)
+            return
+        if (self.peer, piece.epoch) not in self._host.grants:  # a fence has ended it, and comes here soon
+            self._say(wire.PieceRefused(number))
             self._free(piece)
             return
         try:
@@ -177,11 +195,22 @@ class StagedReader:
             return
         if self.over is None:
             self._say(wire.PieceRefused(piece.number))
+        self._quarantine(piece)
+
+    def _quarantine(self, piece: InPiece) -> None:
         if piece.state is _S.WAITING:
             del self.pieces[piece.number]
-            return
-        piece.state = _S.QUARANTINED
-        self._host.inner_fence(self.peer, piece.inner_epoch)
+        elif piece.state is _S.HELD:
+            piece.state = _S.QUARANTINED
+            self._host.inner_fence(self.peer, piece.inner_epoch)
+
+    def _settled(self, piece: InPiece) -> None:
+        piece.settled = True
+        self._perhaps_free(piece)
+
+    def _perhaps_free(self, piece: InPiece) -> None:
+        if piece.state is _S.QUARANTINED and piece.fenced and piece.settled:
+            self._free(piece)
 
     def _free(self, piece: InPiece) -> None:
         if self.pieces.pop(piece.number, None) is None:
@@ -201,10 +230,14 @@ class StagedReader:
     def _perhaps_gone(self) -> None:
         """After the end: told once nothing is being copied."""
         copying = any(piece.state is _S.COPYING for piece in self.pieces.values())
-        if self.over is None or copying or self._told:
+        if self.over is None or copying:
+            return
+        if not self.pieces:
+            self._host.forget_reader(self)
+        if self._told:
             return
         self._told = True
         for epoch in list(self._fences):
             self._settle(epoch)
-        if self._host.reader_gone(self):
+        if self._host.reader_gone(self.peer):
             self._host.emit(PeerGone(self.peer, True, PeerLost(str(self.over), peer=str(self.peer))))

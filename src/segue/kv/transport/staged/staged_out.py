@@ -25,8 +25,6 @@ from segue.kv.transport.staged import staged_wire as wire
 from segue.kv.transport.staged.staged_copies import PackedPiece, pack
 from segue.kv.transport.staged.staged_slots import Slots
 
-#: Pieces that wait for one peer.
-MAX_WAITING = 65536
 #: Pieces of one path between its question for a slot and the copy at the other end.
 WINDOW = 8
 
@@ -62,6 +60,7 @@ class WriterHost(Protocol):
 
     out_slots: Slots
     slot_bytes: int
+    max_waiting: int
 
     def number(self) -> int: ...
     def copy_out(
@@ -88,12 +87,15 @@ class StagedWriter:
         say: Callable[[msgspec.Struct, bool], None],
         answered: Callable[[], None],
         close: Callable[[], None],
+        gone: threading.Event,
     ) -> None:
         self.peer = peer
         self.target_bytes = target_bytes
         self.error: SegueError | None = None
         #: set after the end, once nothing reads our memory
-        self.gone = threading.Event()
+        self.gone = gone
+        #: the inner transport has no path to the peer any more
+        self.inner_gone = False
         self.pieces: dict[int, OutPiece] = {}
         self._host = host
         self._piece_bytes = min(slot_bytes, host.slot_bytes)
@@ -113,7 +115,7 @@ class StagedWriter:
         if self.error is not None:
             self._end_write(write, self.error)
             return
-        if len(self._queue) >= MAX_WAITING:
+        if len(self._queue) >= self._host.max_waiting:
             self._end_write(write, OutOfCapacity(f"too many writes to {self.peer} are waiting"))
             return
         packed = list(pack(blocks, self._piece_bytes))

@@ -14,7 +14,8 @@ Proofs:
   inner transport proves, since our own process writes the memory. Slots of the epoch stay in quarantine until
   the writer, or the inner transport, says that nothing is written there.
 - `fence` at the writer: nothing reads our memory for it, and the reader has answered for each piece that was
-  filled; otherwise it is not `proven`.
+  filled; otherwise it is not `proven`. Once the path is gone, the reader's own fence is what proves that no
+  copy of such a piece is under way.
 - `PeerGone(proven=True)` at the reader: the stream has ended, and with it all copies for this writer.
 """
 
@@ -22,10 +23,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import ClassVar
@@ -73,12 +73,10 @@ from segue.kv.transport.staged.staged_out import StagedWriter
 from segue.kv.transport.staged.staged_slots import Slots
 from segue.kv.transport.staged.staged_wire import StagedMessage
 from segue.kv.transport.tcp import tcp_wire
-from segue.kv.transport.tcp.tcp_net import NET
+from segue.kv.transport.tcp.tcp_net import NET, Net
 from segue.kv.transport.tcp.tcp_sockets import TcpSockets
 from segue.kv.transport.tcp.tcp_transport import TcpTransport
 
-#: Slots for what is written, and as many for what is read.
-SLOTS = 8
 _CLOSE_S = 5.0
 _MAX_PENDING = 32
 #: After a path has ended, for the inner one to notice its own end.
@@ -92,6 +90,45 @@ class StagedAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     inner: Endpoint
     slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedTuning:
+    """`slots` for what is written, and as many for what is read; each has a multiple of `unit_bytes`. At most
+    `max_waiting` pieces wait for one peer."""
+
+    slots: int = 8
+    unit_bytes: int = 4096
+    max_waiting: int = 65536
+
+
+class StagedHost:
+    """The host of a staged transport: threads, memory, network. A simulator has its own."""
+
+    net: Net = NET
+
+    def copying(self, name: str) -> Executor:
+        """The threads that copy."""
+        return ThreadPoolExecutor(2, thread_name_prefix=name)
+
+    def event(self) -> threading.Event:
+        """Something that a connecting thread waits for."""
+        return threading.Event()
+
+    def inner(self, kind: type[Transport], on_event: EventSink, options: TransportOptions) -> Transport:
+        """The inner transport."""
+        return kind(on_event, options)
+
+    def slots(self, nbytes: int) -> Memory:
+        """The memory of the slots. Raises OutOfCapacity."""
+        return allocate(nbytes, "segue-staging")
+
+    def copies(self, memory: Memory, slots: Memory) -> Copies:
+        """The copies between the two."""
+        return Copies(memory, slots)
+
+
+HOST = StagedHost()
 
 
 class StagedTransport(Transport):
@@ -114,22 +151,32 @@ class StagedTransport(Transport):
             return False
         return cls.inner_kind.reaches(here, there)
 
-    def __init__(self, on_event: EventSink, options: TransportOptions) -> None:
+    def __init__(
+        self,
+        on_event: EventSink,
+        options: TransportOptions,
+        tuning: StagedTuning = StagedTuning(),
+        host: StagedHost = HOST,
+    ) -> None:
         self._options = options
+        self._host, self._net = host, host.net
         self._lock = threading.Lock()
         self._emitter = EventEmitter(self.name, on_event)
-        self._sockets = TcpSockets(self.name, options)
+        self._sockets = TcpSockets(self.name, options, host.net)
         self._paths: Paths[StagedWriter] = Paths(self.name, self.memory_kinds, self._emitter)
-        self.slot_bytes = max(4096, options.staging_bytes // (2 * SLOTS) // 4096 * 4096)
+        units = options.staging_bytes // (2 * tuning.slots) // tuning.unit_bytes
+        self.slot_bytes = max(1, units) * tuning.unit_bytes
+        self.max_waiting = tuning.max_waiting
+        self._slots_bytes = 2 * tuning.slots * self.slot_bytes
         self._slots: Memory | None = None
         self._copies: Copies | None = None
-        self.out_slots = Slots(0, self.slot_bytes, SLOTS)
-        self.in_slots = Slots(SLOTS * self.slot_bytes, self.slot_bytes, SLOTS)
+        self.out_slots = Slots(0, self.slot_bytes, tuning.slots)
+        self.in_slots = Slots(tuning.slots * self.slot_bytes, self.slot_bytes, tuning.slots)
         self.grants = Grants()
         self._area: dict[tuple[RankId, int], tuple[Content, tcp_wire.Rows]] = {}
         self._numbers = count(1)
         # A fence of an epoch ends it both ways, so no peer, nor our successor, may choose the same ones.
-        self._inner_epochs = count(int.from_bytes(NET.random_bytes(7), "big") + 1)
+        self._inner_epochs = count(int.from_bytes(host.net.random_bytes(7), "big") + 1)
         #: by the number of a piece, and by the inner epoch of a slot
         self._writing: dict[int, StagedWriter] = {}
         self._reading: dict[int, tuple[StagedReader, InPiece]] = {}
@@ -139,9 +186,9 @@ class StagedTransport(Transport):
         self._listener: AuthenticatedListener | None = None
         #: peers whose inner path ends, and is to be noticed before a new one is opened
         self._lingering: dict[RankId, threading.Event] = {}
-        self._copying = ThreadPoolExecutor(2, thread_name_prefix=f"segue-{self.name}-copy")
-        self._inner = self.inner_kind(self._from_inner, _next_port(options))
-        self._loop = NET.loop(f"segue-{self.name}", self._crashed)
+        self._copying = host.copying(f"segue-{self.name}-copy")
+        self._inner = host.inner(self.inner_kind, self._from_inner, _next_port(options))
+        self._loop = host.net.loop(f"segue-{self.name}", self._crashed)
         self._loop.start()
 
     # ---- the six methods -----------------------------------------------------------------------
@@ -154,12 +201,12 @@ class StagedTransport(Transport):
         with self._lock:
             self._paths.check_register(memory)
             sock = self._sockets.listen()
-            self._slots = slots = allocate(2 * SLOTS * self.slot_bytes, "segue-staging")
+            self._slots = slots = self._host.slots(self._slots_bytes)
             pin(slots, memory)
-            self._copies = Copies(memory, slots)
+            self._copies = self._host.copies(memory, slots)
             inner = self._inner.register(slots)
             self._paths.memory = memory
-            key = handshake.new_key(NET.random_bytes)
+            key = handshake.new_key(self._net.random_bytes)
             self._listener = AuthenticatedListener(
                 self._loop,
                 sock,
@@ -179,7 +226,7 @@ class StagedTransport(Transport):
 
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._net.time() + timeout_s
         with self._lock:
             memory, old = self._paths.check_connect(peer), self._paths.of.get(peer)
         if old is not None and old.error is not None:  # it is ending, and its end is told before
@@ -196,9 +243,9 @@ class StagedTransport(Transport):
         address, mine = self._sockets.address(peer, endpoint), _address(endpoint)
         if mine.slot_bytes < 1:
             raise PeerRefused(f"{peer} has slots of {mine.slot_bytes} bytes")
-        (channel,) = self._sockets.open_streams(peer, address, 1, round(deadline - time.monotonic(), 3))
+        (channel,) = self._sockets.open_streams(peer, address, 1, round(deadline - self._net.time(), 3))
         try:
-            left_s = deadline - time.monotonic()
+            left_s = deadline - self._net.time()
             if left_s <= 0:
                 raise BootstrapTimeout(f"{peer} made no {self.name} path within {timeout_s} s")
             self._inner.connect(peer, mine.inner, left_s)
@@ -217,6 +264,7 @@ class StagedTransport(Transport):
             lambda message, owes: stream.send(message, owes=owes),
             stream.answered,
             stream.close,
+            self._host.event(),
         )
         with self._lock:
             added = self._paths.add(peer, path)
@@ -236,7 +284,7 @@ class StagedTransport(Transport):
 
     def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""
-        posted = time.monotonic()
+        posted = self._net.time()
         with self._lock:
             try:
                 path, memory = self._paths.check_write(peer, epoch)
@@ -278,8 +326,9 @@ class StagedTransport(Transport):
     def _admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
         """See `AuthenticatedListener`."""
         peer = hello.rank
-        for old in self._readers.get(peer, ()):
+        for old in list(self._readers.get(peer, ())):
             old.end(PeerLost(f"{peer} connects anew", peer=str(peer)))
+            old.replaced()
         channel.send(verdict)
         path: StagedReader
         stream = self._stream(
@@ -309,22 +358,27 @@ class StagedTransport(Transport):
         with self._lock:
             connected = self._paths.remove(path.peer, path)
             if connected:
-                self._lingering[path.peer] = threading.Event()
+                self._lingering[path.peer] = linger = self._host.event()
+                if path.inner_gone:
+                    linger.set()
         self._writers.pop(path, None)
         return connected
 
-    def reader_gone(self, path: StagedReader) -> bool:
-        """The path writes our memory no more. True unless the peer is here by another one."""
+    def forget_reader(self, path: StagedReader) -> None:
+        """The path has ended, and has no slot."""
         paths = self._readers.get(path.peer, [])
-        if not path.pieces and path in paths:
+        if path in paths:
             paths.remove(path)
-        if any(other.over is None for other in paths):
-            return False
-        with self._lock:
-            for epoch in self.grants.remove_peer(path.peer):
-                self._area.pop((path.peer, epoch), None)
         if not paths:
             self._readers.pop(path.peer, None)
+
+    def reader_gone(self, peer: RankId) -> bool:
+        """A path writes our memory no more. True unless the peer is here by another one."""
+        if any(other.over is None for other in self._readers.get(peer, ())):
+            return False
+        with self._lock:
+            for epoch in self.grants.remove_peer(peer):
+                self._area.pop((peer, epoch), None)
         return True
 
     def _fence(self, peer: RankId, epoch: int) -> None:
@@ -358,7 +412,7 @@ class StagedTransport(Transport):
 
     def now(self) -> float:
         """See `Write.posted`."""
-        return time.monotonic()
+        return self._net.time()
 
     def emit(self, event: TransportEvent) -> None:
         """Tell our owner."""
@@ -430,11 +484,6 @@ class StagedTransport(Transport):
 
     def _from_inner(self, event: TransportEvent) -> None:
         """On any thread."""
-        if isinstance(event, PeerGone):
-            with self._lock:
-                linger = self._lingering.get(event.peer)
-            if linger is not None:
-                linger.set()
         self._loop.post(partial(self._moved, event))
 
     def _moved(self, event: TransportEvent) -> None:
@@ -443,13 +492,19 @@ class StagedTransport(Transport):
                 if (writer := self._writing.pop(event.tag, None)) is not None:
                     writer.moved(event.tag, event)
             case Fenced(_, epoch, proven):
-                if proven and epoch in self._reading:
+                if epoch in self._reading:
                     reader, piece = self._reading[epoch]
-                    reader.proven(piece)
-            case PeerGone(peer, proven):
+                    reader.fenced(piece, proven)
+            case PeerGone(peer, proven, error):
                 for reader, piece in list(self._reading.values()):
                     if proven and reader.peer == peer and reader.over is not None:
-                        reader.proven(piece)
+                        reader.fenced(piece, True)
+                for path in [path for path in self._writers if path.peer == peer]:
+                    path.inner_gone = True
+                    path.end(error)
+                with self._lock:
+                    if (linger := self._lingering.get(peer)) is not None:
+                        linger.set()
 
     # ---- the end -----------------------------------------------------------------------------------------
 
