@@ -60,7 +60,7 @@ def _label(event: type[Any]) -> str:
 
 def _states(machine: type[Machine]) -> str:
     rows = [f"| `{state}` | `{phase.name}` | {lease} |" for state, (phase, lease) in machine.STATES.items()]
-    return "\n".join(["| state | what `poll` answers | pages |", "|---|---|---|", *rows])
+    return "\n".join(["| state | answer of `poll` | pages |", "|---|---|---|", *rows])
 
 
 def render() -> str:
