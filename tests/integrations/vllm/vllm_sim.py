@@ -45,6 +45,7 @@ from segue.lab.sim.node_spec import VOCAB
 from segue.lab.sim.room_engine import CONTESTED, RoomEngine
 from segue.lab.sim.scenario import Scenario, make_scenario
 from segue.lab.sim.sim_engine import WrongKV
+from segue.lab.sim.sim_node import KVNode
 from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.vocabulary import SPOILED_METADATA
 from segue.lab.sim.world import Violation
@@ -212,7 +213,7 @@ class VllmEngines(RoomEngine):
         if self.borrowed:
             return not self.dead
         node = self.node
-        count = min(rng.choice((6, 12, 40, 80)), node.pool.free // 2)
+        count = min(rng.choice((12, 40, 80)), node.pool.free // 2)
         if self.dead or count < 4:
             return False
         self.borrowed = node.pool.allocate(count)
@@ -473,13 +474,15 @@ class VllmDeployment(Deployment):
     stories = VllmStories  # type: ignore[assignment]
 
     def _rest(self, end: float) -> None:
-        super()._rest(end)
-        for _ in range(20):
-            if all(
-                getattr(node, "rooms", None) is None or not node.rooms.borrowed for node in self.leaders()
-            ):  # type: ignore[attr-defined]
-                return
+        # A prompt of a small pool may wait for long, and goes to decode up to 1.5 s after its answer.
+        quiet = 0
+        while quiet < 4 and self.world.now < end + 120.0:
+            super()._rest(max(end, self.world.now + 1.0))
+            quiet = 0 if any(self._borrowed()) else quiet + 1
             self._until(self.world.now + 0.5)
+
+    def _borrowed(self) -> list[int]:
+        return [len(node.rooms.pages) for node in self.leaders() if isinstance(node, KVNode)]
 
 
 def vllm_scenario(seed: int) -> Scenario:

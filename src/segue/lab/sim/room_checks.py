@@ -209,7 +209,7 @@ class RoomChecks:
         self.came.setdefault(key, set()).add(transfer.decode)
         self._heard.setdefault(transfer, message)
         ended = self._halves.get((node.me, transfer))
-        if ended is None and transfer not in self._silent:
+        if ended is None and transfer not in self._silent and transfer.prefill == node.me:
             self._waiting.setdefault(key, {}).setdefault(transfer, message)
 
     def _look(self, node: KVView, event: Any, effect: Any) -> None:

@@ -61,12 +61,16 @@ class SimIo(LoopIo):
 
     def wait(self, future: Future[T], timeout_s: float) -> T:
         """As production, in virtual time."""
-        thread, world = SimThread.current, self._process.world
+        thread, process = SimThread.current, self._process
         assert thread is not None
         future.add_done_callback(lambda _: thread.woken())
-        ends_at = world.now + timeout_s
+        world, began = process.world, process.world.now
+        ends_at = began + timeout_s
         while not future.done() and world.now < ends_at:
             thread.sleep(ends_at - world.now + 1e-6)
+            if process.resumed_at > began:  # the time in which the process stood still does not count
+                ends_at += process.resumed_at - max(began, process.paused_at)
+                began = process.resumed_at
         return future.result(0)
 
 

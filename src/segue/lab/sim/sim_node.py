@@ -434,7 +434,7 @@ class KVNode(LeaderNode, KVView):
     @property
     def held(self) -> bool:
         """As `StatusReporter.held`."""
-        return bool(busy(self.manager.sizes()))
+        return bool(busy(self.manager.sizes()) or self.rooms.pages)
 
     @property
     def handles(self) -> dict[RoomKey, KVSender | KVReceiver]:
