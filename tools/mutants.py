@@ -129,8 +129,8 @@ MUTANTS = (
     Mutant(
         "a link is keyed without its DP rank",
         "kv/protocol/exchange.py",
-        "            self._links.get(peer),\n",
-        "            next((x for w, x in self._links.items() if w.incarnation == peer.incarnation), None),\n",
+        "            self.links.get(peer),\n",
+        "            next((x for w, x in self.links.items() if w.incarnation == peer.incarnation), None),\n",
         "any session with the incarnation will do",
     ),
     Mutant(

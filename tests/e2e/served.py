@@ -82,7 +82,7 @@ class Served:
         self.url = self.line.removeprefix("ready ")
         if not self.line.startswith("ready "):
             self.process.wait(self.start_s)
-            self._forget()
+            self.forget()
             raise AssertionError(f"not ready: exit {self.process.returncode}\n{self.log()}")
         if self.command == "serve":
             # What it holds before the first request is what it may hold after the last one.
@@ -189,7 +189,7 @@ class Served:
             self.logged(_DRAINING)
             self.process.send_signal(signal.SIGINT)
         status = self.process.wait(within_s)
-        self._forget()
+        self.forget()
         gone, alive = psutil.wait_procs(family[1:], timeout=30)
         assert not alive, f"left behind: {alive} (ended: {len(gone)})"
         left = sockets & _unix_sockets().keys()
@@ -200,9 +200,9 @@ class Served:
         """kill -9, and reap."""
         self.process.kill()
         self.process.wait(60)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         if self in Served.live:
             Served.live.remove(self)
         if self.process.stdout is not None:
@@ -231,18 +231,18 @@ class Served:
                     if kind is None and self.line:
                         self.at_rest()
                 finally:
-                    self._terminate()
+                    self.terminate()
             elif kind is None:
                 # `stop` and `kill` forget it; whoever else ended it was no test.
                 assert self not in Served.live, f"{self.command} ended by itself: {self.process.returncode}"
         finally:
-            self._forget()
+            self.forget()
             if kind is not None:
                 sys.stderr.write(f"---- {self.command}\n{self.log()[-6000:]}")
             if self._own_log:
                 self._log.unlink()
 
-    def _terminate(self) -> None:
+    def terminate(self) -> None:
         family, sockets = self.family(), self._sockets()
         self.process.terminate()
         try:

@@ -203,7 +203,7 @@ def parts(tiny: Path) -> Iterator[tuple[OneRegistry, Served, Served]]:
             for part in (prefill, decode):
                 if part.process.poll() is None:
                     part.stop(at_rest=False)
-                part._forget()
+                part.forget()
     finally:
         registry.kill()
 

@@ -117,8 +117,8 @@ def test_a_killed_rank_ends_its_instance_and_another_one_continues_its_requests(
         assert len(made.instances("decode")) == 2
         assert tokens(ask(made.url, PROMPTS[0])) == wanted[0][:COUNT]
         made.at_rest()
-        made._terminate()
-        made._forget()
+        made.terminate()
+        made.forget()
 
 
 def test_a_stopped_rank_ends_its_instance_within_its_silence_and_another_one_continues_its_requests(
@@ -138,8 +138,8 @@ def test_a_stopped_rank_ends_its_instance_within_its_silence_and_another_one_con
         assert tokens(ask(made.url, PROMPTS[0])) == wanted[0][:COUNT]
         os.kill(victim.pid, signal.SIGCONT)
         made.logged(re.compile(r"event=died child=decode-0"), 2, within_s=60)
-        made._terminate()
-        made._forget()
+        made.terminate()
+        made.forget()
 
 
 def test_without_another_instance_each_request_ends_typed_and_the_service_with_status_1(
@@ -157,7 +157,7 @@ def test_without_another_instance_each_request_ends_typed_and_the_service_with_s
                 continue  # the service ended while it answered
             assert got.status_code == 200 or got.json()["error"]["code"], got.text
         assert "nothing can serve any more: no prefill is left" in made.log()
-        made._forget()
+        made.forget()
 
 
 def test_when_one_rank_is_told_to_leave_all_do_and_none_loses_a_request(folders: dict[str, Path]) -> None:
@@ -198,8 +198,8 @@ def test_ranks_that_share_experts_change_their_role_together_and_lose_nothing(
         # Who has been switched still hears of the others' end.
         made.logged(re.compile(r"a rank of this replica is lost: .*DP rank \d"), 1, within_s=60)
         assert tokens(ask(made.url, PROMPTS[0])) == wanted[0]
-        made._terminate()
-        made._forget()
+        made.terminate()
+        made.forget()
 
 
 def names(made: Served, role: str) -> list[str]:
@@ -213,4 +213,4 @@ def test_a_model_without_experts_is_refused_in_one_sentence(tiny: Path) -> None:
     assert re.search(
         r"^segue: prefill-0\.dp\d: --enable-expert-parallel shares out", made.log(), re.MULTILINE
     )
-    made._forget()
+    made.forget()

@@ -51,7 +51,7 @@ def test_a_deployment_of_two_ranks_and_one_answers_as_the_reference_does(tiny: P
         assert made.process.wait(60) == 1
         assert made.logged(re.compile(r"a rank of this replica is lost"))
         assert made.logged(re.compile(r"event=died child=prefill-0 how='exit status 1'"))
-        made._forget()
+        made.forget()
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_ranks_die_with_a_leader_that_is_killed(tiny: Path) -> None:
         [leader] = made.instances("prefill")
         leader.kill()
         assert made.process.wait(60) == 1
-        made._forget()
+        made.forget()
 
 
 @pytest.mark.slow

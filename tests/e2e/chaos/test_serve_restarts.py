@@ -76,4 +76,4 @@ def test_an_instance_that_cannot_start_again_ends_the_service_with_the_reason(
         assert served.process.wait(60) == 1
         assert "segue: decode-0 was started again 5 times within 60 s of service" in served.log()
         assert "Traceback" not in served.log().split("segue: decode-0 was started again")[1]
-        served._forget()
+        served.forget()

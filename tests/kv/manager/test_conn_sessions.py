@@ -197,7 +197,7 @@ def test_the_first_word_about_the_choice_of_a_path_counts(rig: Rig) -> None:
 
 
 def epoch_of(rig: Rig, transfer: TransferId) -> int:
-    return rig.manager.exchange._machines[transfer].epoch
+    return rig.manager.exchange.machines[transfer].epoch
 
 
 def test_what_a_transport_says_of_an_epoch_reaches_its_hand_off_and_of_one_that_is_over_nobody(

@@ -203,7 +203,7 @@ def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it
         exchange.handle = watched  # type: ignore[method-assign]
 
         def refuse() -> None:
-            epoch = decode.manager.exchange._machines[transfer].epoch
+            epoch = decode.manager.exchange.machines[transfer].epoch
             decode.manager._move(events.Fence(transfer, 0, RankId(prefill.me), epoch))
 
         # What the abort does last comes first here, as it does when its words are slow.
@@ -418,7 +418,7 @@ def test_kv_may_be_sent_before_the_first_token_is_known_and_nothing_is_committed
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         sender.send(Span(0, 8), range(PAGES))
         decode.wait(receiver, KVPoll.TRANSFERRING)
-        (machine,) = decode.manager.exchange._machines.values()
+        (machine,) = decode.manager.exchange.machines.values()
         for _ in range(3):  # the chunk's handler, its hash, the answer to that
             missing = ask(decode, machine.tally.missing)
         assert missing == "the metadata"

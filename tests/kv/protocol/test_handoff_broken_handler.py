@@ -99,7 +99,7 @@ def test_a_death_whose_handler_broke_on_a_live_hand_off_ends_it_and_proves_nothi
     exchange.handle(events.Publish(TRANSFER.received_as, (0,), 0), 0.0)
     break_next(monkeypatch, ReceiverMachine, events.PeerDown)
     effects = exchange.handle(events.PeerDown(P, PeerLost("dead").info, dead=True), 1.0)
-    assert events.Fence(TRANSFER, 0, RankId(P), exchange._machines[TRANSFER].epoch) in effects
+    assert events.Fence(TRANSFER, 0, RankId(P), exchange.machines[TRANSFER].epoch) in effects
     assert [e.error.code for e in effects if isinstance(e, events.Phase) and e.error] == [ErrorCode.INTERNAL]
     assert exchange.handle(events.FenceDone(TRANSFER, 0, RankId(P), False), 1.0) == []
     assert exchange.quarantined_pages() == 1

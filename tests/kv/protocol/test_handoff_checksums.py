@@ -303,8 +303,8 @@ def test_the_message_says_how_much_is_covered_and_the_receiver_follows_it() -> N
     """Prefill's setting decides; decode's own is not even looked at."""
     for mode, every in ((ChecksumMode.FULL, 1), (ChecksumMode.SAMPLED, SAMPLE_EVERY)):
         w = Case(kv_checksum=mode)
-        local = w.decode.exchange._local
-        w.decode.exchange._local = dataclasses.replace(local, kv_checksum=ChecksumMode.OFF)
+        local = w.decode.exchange.local
+        w.decode.exchange.local = dataclasses.replace(local, kv_checksum=ChecksumMode.OFF)
         verifying(w)
         (posted,) = [
             e.message for _, e in w.log if isinstance(e, events.Send) and isinstance(e.message, ChunkPosted)

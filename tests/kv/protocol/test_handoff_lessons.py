@@ -168,7 +168,7 @@ def test_lesson_10_the_peer_learns_of_a_failure_with_the_next_message(failing: R
     w.deliver(w.other(node).role)
     assert other.phases[-1] is KVPoll.FAILED
     assert other.errors == job.errors, "one root cause, carried unchanged"
-    assert other.errors[0].origin == node.exchange._local.origin
+    assert other.errors[0].origin == node.exchange.local.origin
     w.come_to_rest()
 
 

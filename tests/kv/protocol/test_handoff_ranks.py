@@ -286,8 +286,8 @@ def test_the_prompt_that_decode_has_already_needs_no_fence_of_prefill() -> None:
 def test_what_is_asked_again_are_fences_without_a_proof_of_the_transport_that_had_the_writes() -> None:
     w = quarantined(2, one_sided=True)
     exchange, peer = w.decode.exchange, w.prefill.me
-    used = exchange._machines[w.transfer].transport
-    epoch = exchange._machines[w.transfer].epoch
+    used = exchange.machines[w.transfer].transport
+    epoch = exchange.machines[w.transfer].epoch
     asked = [events.Fence(w.transfer, rank, RankId(peer), epoch) for rank in (0, 1)]
     assert exchange.unproven_fences(peer, used) == asked, "an answer on its way may say what was known before"
     fenced(w, Role.DECODE, 0, proven=False)

@@ -185,7 +185,7 @@ def test_every_place_of_context_parallelism_must_send_its_share_of_the_same_chun
     w = Case(ranks=(Side(cp=2), 1)).waiting()
     assert w.r is not None
     token = w.decode.specs[0].shape.token_bytes
-    plan = w.decode.exchange._links[w.prefill.me].plan
+    plan = w.decode.exchange.links[w.prefill.me].plan
     assert plan is not None
     at, number = (known[-1].end if known else 0), len(known)
     for source, spans in ((0, [Span(at, 8), Span(8, PROMPT)]), (1, [Span(at, PROMPT)])):

@@ -55,7 +55,7 @@ def asking(
     exchange = Exchange(Role.PREFILL, ME, "prefill here", limits, dp=dp)
     for peer in (ONE, TWO):
         exchange.handle(peer_up(peer, SPEC, "tcp"), 0.0)
-    plan = exchange._links[ONE].plan
+    plan = exchange.links[ONE].plan
     assert plan is not None
     early = msgspec.structs.replace(
         destination(TRANSFER, 1, budget_s), inferred=inferred, plan_hash=plan.hash(4, 0, 1)

@@ -29,7 +29,7 @@ def early(w: Case, exchange: Exchange, transfer: TransferId | None = None) -> No
     """A destination waits, by all books, for a room of its own; without `transfer` for the one that is
     bound."""
     name = transfer or w.transfer
-    rooms = exchange._rooms
+    rooms = exchange.rooms
     room = rooms.rooms.get(name.sent_as)
     if room is None:
         room = rooms.rooms[name.sent_as] = Room(name.sent_as)
@@ -56,7 +56,7 @@ def many(w: Case, exchange: Exchange, add: Callable[[Case, Exchange, TransferId]
 
 
 def bound(exchange: Exchange) -> Room:
-    [room] = exchange._rooms.rooms.values()
+    [room] = exchange.rooms.rooms.values()
     return room
 
 
@@ -70,18 +70,18 @@ BROKEN: list[tuple[str, Break]] = [
     ("cannot be found by its epoch", lambda w, e: e._epochs.clear()),
     (
         "an epoch outlived its transfer",
-        lambda w, e: e._epochs.update({(w.decode.me, 99): e._machines[w.transfer]}),
+        lambda w, e: e._epochs.update({(w.decode.me, 99): e.machines[w.transfer]}),
     ),
     ("is live and early", early),
     ("is live and ended", over),
     ("is early and ended", both),
     ("more tombstones than", lambda w, e: many(w, e, over)),
     ("more early destinations than", lambda w, e: many(w, e, early)),
-    ("the counts of parked destinations disagree", lambda w, e: setattr(e._rooms, "parked", 1)),
-    ("the counts of parked destinations disagree", lambda w, e: setattr(e._rooms, "parked_pages", 1)),
-    ("2 rooms are counted as open", lambda w, e: setattr(e._rooms, "open", 2)),
-    ("1 rooms are counted as closed", lambda w, e: e._rooms._closed.update({w.transfer.sent_as: None})),
-    ("more hand-offs than", lambda w, e: setattr(e._rooms, "open", 3)),
+    ("the counts of parked destinations disagree", lambda w, e: setattr(e.rooms, "parked", 1)),
+    ("the counts of parked destinations disagree", lambda w, e: setattr(e.rooms, "parked_pages", 1)),
+    ("2 rooms are counted as open", lambda w, e: setattr(e.rooms, "open", 2)),
+    ("1 rooms are counted as closed", lambda w, e: e.rooms._closed.update({w.transfer.sent_as: None})),
+    ("more hand-offs than", lambda w, e: setattr(e.rooms, "open", 3)),
     ("belongs to no room or receiver", unheld),
     ("is held and has no machine", lambda w, e: bound(e).holding.add(w.new_transfer())),
     ("does not know that its machine holds pages", lambda w, e: bound(e).holding.clear()),

@@ -77,12 +77,12 @@ class Case(World):
 
     @property
     def sender_state(self) -> str:
-        machine = self.prefill.exchange._machines.get(self.transfer)
+        machine = self.prefill.exchange.machines.get(self.transfer)
         return machine.state.value if machine else "-"
 
     @property
     def receiver_state(self) -> str:
-        machine = self.decode.exchange._machines.get(self.transfer)
+        machine = self.decode.exchange.machines.get(self.transfer)
         return machine.state.value if machine else "-"
 
     def open(self, prefix: int = 0) -> Case:
@@ -155,7 +155,7 @@ class Case(World):
 
     def destination(self, **changes: Any) -> Destination:
         """A legal destination for this transfer."""
-        plan = self.prefill.exchange._links[self.decode.me].plan
+        plan = self.prefill.exchange.links[self.decode.me].plan
         assert plan is not None
         good = Destination(
             transfer=self.transfer,
@@ -183,9 +183,9 @@ HALVES: list[type[Machine]] = [SenderMachine, ReceiverMachine]
 def a_machine(kind: type[Machine], world: World) -> Machine:
     exchange = world.prefill.exchange
     turn, transfer = Turn(), world.new_transfer()
-    link = exchange._links[world.decode.me]
+    link = exchange.links[world.decode.me]
     args = MachineArgs(
-        exchange._local, turn, lambda: 1, lambda _: None, transfer, world.decode.me, link, 1, 1.0
+        exchange.local, turn, lambda: 1, lambda _: None, transfer, world.decode.me, link, 1, 1.0
     )
     if issubclass(kind, ReceiverMachine):
         return kind(args, DestinationTerms())
@@ -211,7 +211,7 @@ def one_of_each(w: World) -> list[object]:
     """Every event that a machine may be given."""
     t = w.new_transfer()
     return [
-        w.prefill.exchange._links[w.decode.me],
+        w.prefill.exchange.links[w.decode.me],
         events.Publish(t.received_as, (), 0),
         events.SendChunk(t.sent_as, Span(0, 1), (0,)),
         events.SendMetadata(t.sent_as, b"1"),
@@ -702,7 +702,7 @@ def test_an_impossible_destination_is_refused_and_leaves_the_room_open(
     error = failure_in(effects)
     assert error.code is code
     assert words in error.text
-    assert error.origin == w.prefill.exchange._local.origin
+    assert error.origin == w.prefill.exchange.local.origin
     assert (error.phase, error.peer) == ("BOOTSTRAPPING", f"decode {w.decode.me}")
     assert w.s.phases == [KVPoll.BOOTSTRAPPING]
     assert kinds(w.from_decode(w.destination(**changes))) == ["Failed", "Gone"], "nor is it bound later"
@@ -825,7 +825,7 @@ def test_news_before_anything_was_published_is_refused(message: str) -> None:
 
 def test_the_tally_itself_refuses_metadata_of_another_transfer() -> None:
     w = Case().waiting()
-    machine = w.decode.exchange._machines[w.transfer]
+    machine = w.decode.exchange.machines[w.transfer]
     assert isinstance(machine, ReceiverMachine)
     with pytest.raises(MetadataMismatch, match="came for"):
         machine.tally.note_metadata(w.metadata(transfer=w.new_transfer()))
@@ -1423,7 +1423,7 @@ def test_an_exception_in_one_hand_off_fails_that_one_alone(monkeypatch: pytest.M
     def explode(*args: object) -> None:
         raise ZeroDivisionError("planted")
 
-    machine = w.prefill.exchange._machines[w.transfer]
+    machine = w.prefill.exchange.machines[w.transfer]
     monkeypatch.setattr(type(machine.plan), "blocks", explode)
     assert w.s is not None
     w.send_chunk(w.s, PROMPT)
@@ -1482,7 +1482,7 @@ def test_a_bug_in_what_follows_takes_back_nothing_of_what_was_done_before_it(
     w = Case().in_flight()
     assert w.s is not None
     w.abort(w.prefill, w.s)
-    machine = w.prefill.exchange._machines[w.transfer]
+    machine = w.prefill.exchange.machines[w.transfer]
     assert isinstance(machine, SenderMachine)
     machine._reading = Broken()
     assert kinds(w.tell(w.prefill, w.fence_done(w.prefill))) == ["Drained"]
@@ -1492,7 +1492,7 @@ def test_a_bug_in_what_follows_takes_back_nothing_of_what_was_done_before_it(
 def test_integrity_checks_see_a_broken_table() -> None:
     w = Case().waiting()
     exchange = w.decode.exchange
-    machine = exchange._machines[w.transfer]
+    machine = exchange.machines[w.transfer]
     machine.state = ReceiverState.SUCCESS
     with pytest.raises(SegueError, match="has ended but is kept"):
         exchange.check_integrity()

@@ -164,7 +164,7 @@ def test_what_an_error_says_of_its_origin_is_kept_and_what_it_leaves_open_is_fil
     known = TransferFailed("x", origin="elsewhere", phase="COMPUTING").info
     known = msgspec.structs.replace(known, text="x" * 10_000)  # as of a peer that keeps no limit
     whole = msgspec.structs.replace(known, text="x", peer="a third", room=99, elapsed_s=1.5)
-    machine = node.exchange._machines[w.transfer]
+    machine = node.exchange.machines[w.transfer]
     assert machine.fill(whole) == whole, "what is said already stays"
     w.tell(
         node,

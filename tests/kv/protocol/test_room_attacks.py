@@ -96,7 +96,7 @@ def test_declined_rooms_are_counted_against_the_leader_that_declines() -> None:
     b.expect(RoomKey(200), decode=ONE)
     assert b.error(RoomKey(200)) == LEFT
     b.at(1e4)
-    assert not b.exchange._rooms.rooms
+    assert not b.exchange.rooms.rooms
 
 
 @pytest.mark.parametrize("word", [lambda t: Failed(t, BROKE), Abort], ids=["Failed", "Abort"])
@@ -229,7 +229,7 @@ def test_closed_rooms_in_quarantine_are_not_searched_for_the_oldest_and_displace
     b.end(LEFT, over)
     assert refused(b.hear(destination(decode=TWO, room=over)), TWO)[0] is LEFT.code, "it is remembered"
     b.fence()
-    assert len(b.exchange._rooms.rooms) == 2
+    assert len(b.exchange.rooms.rooms) == 2
     assert set(b.releases.values()) == {1}
 
 

@@ -540,7 +540,7 @@ def test_rule_6_a_closed_room_is_not_expected_again_until_it_is_forgotten(how: s
     b.at(59.9)
     with pytest.raises(InvalidRequest, match="a room of its own"):
         b.expect()
-    b.at(10 * b.exchange._local.limits.request_budget_s)
+    b.at(10 * b.exchange.local.limits.request_budget_s)
     assert b.exchange.sizes()["ended"] == 0
     b.phases.clear()
     b.expect()
@@ -641,7 +641,7 @@ def test_rule_7_a_parked_destination_that_expires_is_told_bootstrap_timeout() ->
 def test_rule_7_words_of_what_is_unknown_make_no_room(word: Callable[[TransferId], HandoffMessage]) -> None:
     b = Bench()
     b.hear(word(transfer()))
-    assert b.exchange._rooms.rooms == {}
+    assert b.exchange.rooms.rooms == {}
     b.expect()
     assert words(b.hear(destination(1, TWO)), TWO) == ["Accepted"], "another decode is not concerned"
 
@@ -665,7 +665,7 @@ def test_rule_7_words_make_place_for_destinations(peers: int) -> None:
     for number in range(1, 100):
         for peer in (ONE, TWO)[:peers]:
             b.hear(Declined(transfer(decode=peer, room=RoomKey(number)), LEFT, CLAIM))
-    assert b.exchange._rooms.parked == 8
+    assert b.exchange.rooms.parked == 8
     for number in range(200, 204):
         assert b.hear(destination(room=RoomKey(number))) == []
     assert b.hear(destination(decode=THREE, room=RoomKey(300))) == []
@@ -706,7 +706,7 @@ def test_a_refused_room_has_its_error_for_what_waits_and_for_what_comes(early: b
     with pytest.raises(InvalidRequest):
         b.expect()
     b.at(1e4)
-    assert b.exchange._rooms.rooms == {}
+    assert b.exchange.rooms.rooms == {}
 
 
 def test_a_room_that_was_opened_is_not_refused() -> None:

@@ -149,7 +149,7 @@ class World:
     def check(self) -> None:
         for node in (self.prefill, *self.decodes):
             node.exchange.check_integrity()
-        live = Counter(t.sent_as for t, m in self.prefill.exchange._machines.items() if not m.phase.terminal)
+        live = Counter(t.sent_as for t, m in self.prefill.exchange.machines.items() if not m.phase.terminal)
         assert all(count == 1 for count in live.values()), "two live bindings of one room"
         committed = Counter(
             key.room

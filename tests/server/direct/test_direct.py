@@ -490,13 +490,13 @@ def test_an_abandoned_prefill_leg_ends_by_its_deadline_and_is_a_metric(
 
 def test_an_abandoned_decode_leg_ends_at_prefill_s_limit(pair: Deployment) -> None:
     exchange = of(pair, Role.PREFILL).manager.exchange  # type: ignore[union-attr]
-    limits = exchange._rooms._limits
+    limits = exchange.rooms._limits
 
     async def work(legs: Legs) -> None:
         assert code(await legs.one(legs.decode, legs.body())) == "504 BOOTSTRAP_TIMEOUT"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange._rooms, "_limits", msgspec.structs.replace(limits, early_wait_s=0.05))
+        patch.setattr(exchange.rooms, "_limits", msgspec.structs.replace(limits, early_wait_s=0.05))
         run(pair, work)
 
 

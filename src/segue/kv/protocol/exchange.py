@@ -99,11 +99,12 @@ class Exchange:
     ) -> None:
         if role not in (Role.PREFILL, Role.DECODE):
             raise IllegalEvent(f"a {role} has no hand-offs")
-        self._local = LocalLeader(role, me, origin, limits, kv_checksum, dp or DpRanks())
+        self.local = LocalLeader(role, me, origin, limits, kv_checksum, dp or DpRanks())
         self._transport = transport
-        self._machines: dict[TransferId, Machine] = {}
+        # The tables that checks and the simulator read have public names.
+        self.machines: dict[TransferId, Machine] = {}
         self._owners: dict[TransferId, Room | Reception] = {}
-        self._links: dict[LeaderId, PeerLink] = {}
+        self.links: dict[LeaderId, PeerLink] = {}
         # The transport speaks of epochs, which are decode's numbers; an entry lives as long as its machine.
         self._epochs: dict[tuple[LeaderId, int], Machine] = {}
         self._deadlines = Deadlines()
@@ -117,9 +118,9 @@ class Exchange:
         )
         self._turn = Turn()
         books = (self._deadlines, self._turn)
-        self._tombstones = Tombstones(self._local, self._deadlines, self.counters, self._turn)
-        self._rooms = Rooms(self, self._local, self._deadlines, self.counters, self._turn, self._tombstones)
-        self._receptions = Receptions(self, self._local, *books, self._tombstones)
+        self._tombstones = Tombstones(self.local, self._deadlines, self.counters, self._turn)
+        self.rooms = Rooms(self, self.local, self._deadlines, self.counters, self._turn, self._tombstones)
+        self._receptions = Receptions(self, self.local, *books, self._tombstones)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             AbortTransfer: self._abort,
             PeerUp: self._peer_up,
@@ -132,7 +133,7 @@ class Exchange:
             Granted: self._of_rank,
             Tick: self._tick,
         }
-        rooms, receptions = self._rooms, self._receptions
+        rooms, receptions = self.rooms, self._receptions
         if role is Role.PREFILL:
             self._handlers |= {
                 ExpectRoom: rooms.expect,
@@ -165,7 +166,7 @@ class Exchange:
         self._turn.effects = effects
         handler = self._handlers.get(type(event))
         if handler is None:
-            raise IllegalEvent(f"{type(event).__name__} is not an event of {self._local.origin}")
+            raise IllegalEvent(f"{type(event).__name__} is not an event of {self.local.origin}")
         handler(event)
         self._turn.effects = []
         return effects
@@ -181,7 +182,7 @@ class Exchange:
 
     def phase(self, transfer: TransferId) -> KVPoll | None:
         """The phase of a transfer, also of one that ended recently; None for an unknown one."""
-        machine = self._machines.get(transfer)
+        machine = self.machines.get(transfer)
         if machine is not None:
             return machine.phase
         ended = self._tombstones.ended.get(transfer)
@@ -190,25 +191,25 @@ class Exchange:
     def transfer_of(self, peer: LeaderId, epoch: int) -> TransferId | None:
         """The live transfer with `peer` that writes under `epoch`; None if it has ended or never existed.
         Decode's own ranks write under its epochs as well."""
-        decode = self._local.me if self._local.role is Role.DECODE else peer
+        decode = self.local.me if self.local.role is Role.DECODE else peer
         machine = self._epochs.get((decode, epoch))
         return machine.transfer if machine is not None and peer in (decode, machine.peer) else None
 
     def open_halves(self) -> list[RoomKey]:
         """The engine's halves that have not ended."""
-        rooms = [key for key, r in self._rooms.rooms.items() if r.expected and not r.phase.terminal]
+        rooms = [key for key, r in self.rooms.rooms.items() if r.expected and not r.phase.terminal]
         return rooms + [key for key, r in self._receptions.receptions.items() if not r.phase.terminal]
 
     def phase_of(self, key: RoomKey) -> KVPoll | None:
         """The phase of the engine's half `key`; None for one that is unknown, or over and forgotten."""
-        room, reception = self._rooms.rooms.get(key), self._receptions.receptions.get(key)
+        room, reception = self.rooms.rooms.get(key), self._receptions.receptions.get(key)
         if room is not None:
             return None if room.expected is None else room.phase
         return None if reception is None else reception.phase
 
     def peers(self) -> set[LeaderId]:
         """The peers of all hand-offs that are not over."""
-        return {machine.peer for machine in self._machines.values()}
+        return {machine.peer for machine in self.machines.values()}
 
     def unproven_fences(self, peer: LeaderId, transport: str) -> list[Fence]:
         """The fences of hand-offs with `peer` over `transport` that our ranks have not answered with a proof.
@@ -225,25 +226,25 @@ class Exchange:
         """How much is in every table; all zero at rest without peers."""
         self._deadlines.next()
         return {
-            "transfers": len(self._machines),
-            "rooms": self._rooms.open,
+            "transfers": len(self.machines),
+            "rooms": self.rooms.open,
             **self._receptions.sizes(),
-            "early": sum(len(room.parked) for room in self._rooms.rooms.values()),
-            "ended": len(self._tombstones.ended) + len(self._rooms.rooms) - self._rooms.open,
+            "early": sum(len(room.parked) for room in self.rooms.rooms.values()),
+            "ended": len(self._tombstones.ended) + len(self.rooms.rooms) - self.rooms.open,
             "epochs": len(self._epochs),
-            "peers": len(self._links),
+            "peers": len(self.links),
             "deadlines": len(self._deadlines),
-            "quarantined": sum(m.phase is KVPoll.FAILED for m in self._machines.values()),
+            "quarantined": sum(m.phase is KVPoll.FAILED for m in self.machines.values()),
         }
 
     def quarantined_pages(self) -> int:
         """Pages of failed hand-offs that wait for a fence (a gauge; looks at every machine)."""
-        return sum(m.exposed_pages for m in self._machines.values() if m.phase is KVPoll.FAILED)
+        return sum(m.exposed_pages for m in self.machines.values() if m.phase is KVPoll.FAILED)
 
     def check_integrity(self) -> None:
         """Look at everything; raises Internal with what is wrong."""
-        tables = Tables(self._machines, self._rooms, self._receptions, self._tombstones.ended, self._epochs)
-        found = tables.problems(self._deadlines.live, self._local.limits)
+        tables = Tables(self.machines, self.rooms, self._receptions, self._tombstones.ended, self._epochs)
+        found = tables.problems(self._deadlines.live, self.local.limits)
         if found:
             raise Internal("; ".join(found))
 
@@ -252,20 +253,20 @@ class Exchange:
     def args(self, transfer: TransferId, peer: LeaderId, prompt_tokens: int, deadline: float) -> MachineArgs:
         """The arguments of a new machine of `transfer`."""
         return MachineArgs(
-            self._local,
+            self.local,
             self._turn,
             self.new_epoch,
             lambda timer: self._due(transfer, timer),
             transfer,
             peer,
-            self._links.get(peer),
+            self.links.get(peer),
             prompt_tokens,
             deadline,
         )
 
     def add(self, machine: Machine, owner: Room | Reception) -> None:
         """`machine` is one of `owner`'s from now on."""
-        self._machines[machine.transfer] = machine
+        self.machines[machine.transfer] = machine
         self._owners[machine.transfer] = owner
         self._deadlines.add(machine.timer)
         if machine.epoch:
@@ -280,7 +281,7 @@ class Exchange:
 
     def linked(self, peer: LeaderId) -> bool:
         """Whether the session to this leader is up."""
-        return peer in self._links
+        return peer in self.links
 
     def new_epoch(self) -> int:
         """A number that this leader has never used for writes to it."""
@@ -288,16 +289,16 @@ class Exchange:
         return self._last_epoch
 
     def _abort(self, event: AbortTransfer) -> None:
-        machine = self._machines.get(event.transfer)
+        machine = self.machines.get(event.transfer)
         if machine is not None:
             self.tell(machine, event)
-        elif self._local.role is Role.PREFILL:
-            self._rooms.abort(event)
+        elif self.local.role is Role.PREFILL:
+            self.rooms.abort(event)
 
     # ---- our ranks: transport and hash -----------------------------------------------------------
 
     def _of_rank(self, event: RankEvent) -> None:
-        machine = self._machines.get(event.transfer)
+        machine = self.machines.get(event.transfer)
         if machine is None and isinstance(event, FenceDone):
             return  # the answer to the fence of a success, mostly
         if machine is None or not self.tell(machine, event):
@@ -306,46 +307,46 @@ class Exchange:
     # ---- the session ---------------------------------------------------------------------------
 
     def _peer_up(self, event: PeerUp) -> None:
-        link = make_link(self._local, event, self._transport)
-        self._links[event.peer] = link
+        link = make_link(self.local, event, self._transport)
+        self.links[event.peer] = link
         for machine in self._bound_to(event.peer):
             self.tell(machine, link)
         self._tombstones.peer_up(event.peer)
 
     def _peer_down(self, event: PeerDown) -> None:
-        self._links.pop(event.peer, None)
+        self.links.pop(event.peer, None)
         try:
-            self._rooms.peer_down(event)
+            self.rooms.peer_down(event)
         finally:  # a bug there costs no hand-off its proof
             for machine in self._bound_to(event.peer):
                 elsewhere = event.over is not None and machine.transport != event.over
                 self.tell(machine, replace(event, dead=False) if elsewhere else event)
 
     def _bound_to(self, peer: LeaderId) -> list[Machine]:
-        return [m for m in self._machines.values() if m.peer == peer]
+        return [m for m in self.machines.values() if m.peer == peer]
 
     def _received(self, event: Received) -> None:
         message = event.message
         transfer = message.transfer
-        prefill = self._local.role is Role.PREFILL
+        prefill = self.local.role is Role.PREFILL
         if prefill:
             legal, mine, theirs = _TO_PREFILL, transfer.prefill, transfer.decode
         else:
             legal, mine, theirs = _TO_DECODE, transfer.decode, transfer.prefill
         kind = type(message)
         # Not even `Gone` is said for another leader: we can prove nothing about its writes.
-        known = event.peer in self._links
-        if not known or kind not in legal or mine != self._local.me or theirs != event.peer:
+        known = event.peer in self.links
+        if not known or kind not in legal or mine != self.local.me or theirs != event.peer:
             self.counters["stray_messages"] += 1
             return
-        if prefill and self._rooms.settles_doubt(message):
+        if prefill and self.rooms.settles_doubt(message):
             return
-        machine = self._machines.get(transfer)
+        machine = self.machines.get(transfer)
         if machine is not None:
             if not self.tell(machine, message) and kind is Destination:
                 self.counters["repeats"] += 1
         elif prefill:
-            self._rooms.received(event)
+            self.rooms.received(event)
         else:
             self._tombstones.received(event)
 
@@ -356,7 +357,7 @@ class Exchange:
             timer.due(timer)
 
     def _due(self, transfer: TransferId, timer: DeadlineEntry) -> None:
-        machine = self._machines.get(transfer)
+        machine = self.machines.get(transfer)
         if machine is not None and machine.timer is timer:
             self.tell(machine, Tick())
 
@@ -406,18 +407,18 @@ class Exchange:
                 if isinstance(owner, Reception):
                     self._receptions.on_effect(owner, effect)
                 elif isinstance(effect, HandoffPhase):
-                    self._rooms.on_phase(owner, effect)
+                    self.rooms.on_phase(owner, effect)
                 elif isinstance(effect, HandoffReleased):
-                    self._rooms.on_release(owner, effect.transfer)
+                    self.rooms.on_release(owner, effect.transfer)
             except Exception as error:  # the machine has moved on, so what follows counts, too
                 self.counters["internal_errors"] += 1
                 broken = Internal(f"{type(error).__name__} in the half of a hand-off: {error}")
         if broken is not None:
-            table = self._receptions if isinstance(owner, Reception) else self._rooms
+            table = self._receptions if isinstance(owner, Reception) else self.rooms
             table.end(EndRoom(owner.key, broken.info))
 
     def _forget(self, machine: Machine) -> None:
-        del self._machines[machine.transfer]
+        del self.machines[machine.transfer]
         del self._owners[machine.transfer]
         if self._epochs.get(key := (machine.transfer.decode, machine.epoch)) is machine:
             del self._epochs[key]

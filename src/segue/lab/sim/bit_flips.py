@@ -69,7 +69,7 @@ class BitFlips:
     def _prompt_end(self, node: KVView, effect: events.ComputeChecksum) -> int:
         """The slot behind the prompt's last token. The bytes of one rank of several may end before it; the
         next token of its last page then comes from another rank."""
-        machine: Any = node.exchange._machines[effect.transfer]
+        machine: Any = node.exchange.machines[effect.transfer]
         page_tokens = node.engine.spec.page_tokens
         return int(machine.pages[-1] * page_tokens + (machine.prompt_tokens - 1) % page_tokens + 1)
 

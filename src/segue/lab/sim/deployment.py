@@ -86,7 +86,7 @@ class Deployment:
             for node in self.leaders()
             if isinstance(node, KVNode)
             and node.exchange.sizes()["quarantined"]
-            and any(t in self.state.buggy for t in node.exchange._machines)
+            and any(t in self.state.buggy for t in node.exchange.machines)
         ]
         for node in stuck:
             self.counts["ended for its quarantine"] += 1

@@ -99,7 +99,7 @@ def _used_epoch(node: KVView, message: Destination) -> Heard:
         for (peer, epoch), machine in exchange._epochs.items()
         if peer == transfer.decode and machine.transfer != transfer
     ]
-    waits = transfer in exchange._machines
+    waits = transfer in exchange.machines
     return [structs.replace(message, epoch=others[0] if others and waits else 0)]
 
 

@@ -449,7 +449,7 @@ class Checks:
                     raise Violation(
                         "15", f"{node.name}: room {key} outlived its own half's deadline", (key.room,)
                     )
-            for machine in node.exchange._machines.values():
+            for machine in node.exchange.machines.values():
                 if not machine.phase.terminal and not now <= machine.deadline + slack_s:
                     raise Violation(
                         "15",

@@ -163,7 +163,7 @@ class RoomChecks:
     def prefill(self, node: KVView, event: Any, effects: Sequence[Any]) -> None:
         """Check the decisions of a prefill leader."""
         message = event.message if isinstance(event, events.Received) else None
-        if message is not None and event.peer not in node.exchange._links:
+        if message is not None and event.peer not in node.exchange.links:
             return  # a fault has kept the protocol from hearing of the session
         key: RoomKey | None = message.transfer.sent_as if message is not None else getattr(event, "key", None)
         before = self._rooms.get((node.me, key)) if key is not None else None
