@@ -267,6 +267,21 @@ def test_an_id_reaches_vllm_once_and_not_before_its_hand_off_has_ended() -> None
     assert engine.table.results([BlocksReleased(1)], (), {"r1"}).finished_recving == set()
 
 
+def test_ids_of_another_connector_reach_vllm() -> None:
+    """MultiConnector gives each connector the ids of all."""
+    engine = begun()
+    step(engine)
+    passed = engine.table.results([], {"sent"}, {"r1", "loaded", "lost"}, {"lost"}, named=["r1"])
+    assert (passed.finished_sending, passed.finished_recving, passed.failed_recving) == (
+        {"sent"},
+        {"loaded", "lost"},
+        {"lost"},
+    )
+    assert len(engine.table.take_warnings()) == 1, "r1, whose hand-off has not ended"
+    passed = engine.table.results([HandoffEnded(1)], (), {"r1", "other"}, named=["r1"])
+    assert passed.finished_recving == {"r1", "other"}
+
+
 def test_a_hand_off_that_failed_is_a_failure_whatever_the_worker_names() -> None:
     engine = begun()
     step(engine)

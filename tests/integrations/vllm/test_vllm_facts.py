@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace as Double
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from segue.integrations.vllm.vllm_claim import Media
 from segue.integrations.vllm.vllm_facts import (
+    AdapterFingerprints,
     cache_facts,
     chunks_of,
     end_of,
@@ -23,6 +25,10 @@ from segue.integrations.vllm.vllm_memory import CacheFacts
 from segue.integrations.vllm.vllm_settings import EngineFacts, check_engine
 from segue.integrations.vllm.vllm_table import RequestEnd, ScheduledChunk
 from segue.kv import ConfigError, Role
+
+
+def model_config(kv_heads: int, *, sleep: bool = False) -> Double:
+    return Double(enable_sleep_mode=sleep, get_total_num_kv_heads=lambda: kv_heads)
 
 
 def engine_config(**changes: Any) -> Double:
@@ -41,7 +47,7 @@ def engine_config(**changes: Any) -> Double:
         parallel_config=Double(**parallel),
         speculative_config=None,
         weight_transfer_config=None,
-        model_config=Double(enable_sleep_mode=False),
+        model_config=model_config(4),
     )
     for name, value in changes.items():
         setattr(config, name, value)
@@ -53,8 +59,9 @@ ONE_GROUP = Double(kv_cache_groups=[object()])
 
 def test_a_plain_engine_is_supported() -> None:
     facts = engine_facts(engine_config(), ONE_GROUP)
-    assert facts == EngineFacts(kv_role="kv_producer")
+    assert facts == EngineFacts(kv_role="kv_producer", kv_heads=4)
     assert check_engine(facts) is Role.PREFILL
+    assert check_engine(engine_facts(engine_config(tensor_parallel_size=2), ONE_GROUP)) is Role.PREFILL
     ngram = engine_config(speculative_config=Double(method="ngram"))
     ngram.kv_transfer_config.kv_role = "kv_consumer"
     assert check_engine(engine_facts(ngram, ONE_GROUP)) is Role.DECODE
@@ -68,13 +75,14 @@ def test_a_plain_engine_is_supported() -> None:
         ({"cache_config": Double(cache_dtype="fp8_e4m3")}, "--kv-cache-dtype fp8_e4m3"),
         ({"device_config": Double(device_type="cuda")}, "the device cuda"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"tensor_parallel_size": 8}, "--tensor-parallel-size 8 for 4 KV heads"),
+        ({"tensor_parallel_size": 2, "model_config": model_config(1)}, "--tensor-parallel-size 2"),
         ({"data_parallel_size": 2}, "--data-parallel-size 2"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"speculative_config": Double(method="eagle3")}, "speculative decoding by eagle3"),
         ({"speculative_config": Double(method="draft_model")}, "speculative decoding by draft_model"),
         ({"weight_transfer_config": object()}, "weight updates"),
-        ({"model_config": Double(enable_sleep_mode=True)}, "--enable-sleep-mode"),
+        ({"model_config": model_config(4, sleep=True)}, "--enable-sleep-mode"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
@@ -91,11 +99,14 @@ def test_the_cache_as_its_layers_describe_it() -> None:
     spec = Double(block_size=32, head_size=64, dtype="torch.float32")
     caches = Double(kv_cache_groups=[Double(kv_cache_spec=spec)], num_blocks=100)
     layer = Double(get_attn_backend=lambda: Double(get_name=lambda: "CPU_ATTN"), isa="vec")
-    config = Double(compilation_config=Double(static_forward_context={"l0": layer}))
+    config = engine_config(compilation_config=Double(static_forward_context={"l0": layer}))
     wanted = CacheFacts(
         backend="CPU_ATTN", blocks=100, block_size=32, head_size=64, dtype="float32", isa="vec"
     )
     assert cache_facts(config, caches, "l0") == wanted
+    second = replace(wanted, tensor_rank=1, tensor_ranks=2)
+    config.parallel_config.tensor_parallel_size = 2
+    assert cache_facts(config, caches, "l0", 1) == second
     del layer.isa
     with pytest.raises(ConfigError, match="how it packs"):
         cache_facts(config, caches, "l0")
@@ -145,6 +156,36 @@ def test_weights_without_files_are_known_by_name(caplog: pytest.LogCaptureFixtur
     ]
 
 
+def adapter(folder: Path, content: bytes, number: int = 1, *, inplace: bool = False) -> Double:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return Double(lora_name="a", lora_int_id=number, lora_path=str(folder), load_inplace=inplace)
+
+
+def test_adapters_are_known_by_their_weights(tmp_path: Path) -> None:
+    content = os.urandom(300_000)
+    prefill, decode = AdapterFingerprints(), AdapterFingerprints()
+    one, same = adapter(tmp_path / "a", content), adapter(tmp_path / "b", content, number=7)
+    other = adapter(tmp_path / "c", content[:-1] + b"?")
+    assert prefill.of(one) == prefill.of(one) == decode.of(same) is not None
+    assert decode.of(other) not in (None, prefill.of(one))
+
+
+def test_an_adapter_whose_weights_are_not_known(tmp_path: Path) -> None:
+    """Nobody knows which of its weights vLLM has: its prompts are not handed over."""
+    found = AdapterFingerprints()
+    assert found.of(adapter(tmp_path / "inplace", b"x" * 5000, inplace=True)) is None
+    assert found.of(Double(lora_name="a", lora_int_id=2, lora_path="owner/a", load_inplace=False)) is None
+    changed = adapter(tmp_path / "changed", b"x" * 5000)
+    assert found.of(changed) is not None
+    adapter(tmp_path / "changed", b"y" * 5001)
+    assert found.of(changed) is None
+    assert found.of(adapter(tmp_path / "changed", b"z" * 5002, number=3)) is not None, (
+        "vLLM has loaded it anew"
+    )
+
+
 def vllm_request(**changes: Any) -> Double:
     fields = {
         "request_id": "r1",
@@ -160,7 +201,7 @@ def vllm_request(**changes: Any) -> Double:
 
 
 def test_a_request_with_all_that_its_kv_depends_on() -> None:
-    found = request_of(vllm_request())
+    found = request_of(vllm_request(), AdapterFingerprints())
     assert (found.request_id, found.tokens, found.cache_salt, found.max_tokens) == (
         "r1",
         [1, 2, 3],
@@ -169,8 +210,9 @@ def test_a_request_with_all_that_its_kv_depends_on() -> None:
     )
     assert found.params == {"do_remote_decode": True}
     image = Double(identifier="hash", mm_position=Double(offset=1, length=2))
+    lora = Double(lora_name="a", lora_int_id=1, lora_path="nowhere", load_inplace=False)
     full = request_of(
-        vllm_request(lora_request=Double(lora_name="a"), mm_features=[image], prompt_embeds=object())
+        vllm_request(lora_request=lora, mm_features=[image], prompt_embeds=object()), AdapterFingerprints()
     )
     assert (full.lora_name, full.lora_weights, full.media, full.embeds) == (
         "a",

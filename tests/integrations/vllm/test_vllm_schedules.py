@@ -216,7 +216,7 @@ def test_a_byte_flips_where_it_landed(
     both = Both(stack, case, port)
     worker = both.decode.worker
     assert isinstance(worker, TensorWorker)
-    mine = next(iter(worker.caches.values())).untyped_storage()
+    mine = next(iter(worker.caches[0].values())).untyped_storage()
     flips = iter((0x10,))
 
     def flipped(regions: Sequence[memoryview], content: Content) -> int:

@@ -81,6 +81,25 @@ def test_decode_has_the_kv_that_prefill_computed(stack: ExitStack, tokens: int, 
     at_rest(pair)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shm"])
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), (1, 2)])
+def test_tensor_parallel_ranks_hand_over_their_heads(
+    stack: ExitStack, free_port: int, ranks: tuple[int, int], shared: bool
+) -> None:
+    """Also where the sides have different numbers of ranks; chunks leave when all have computed them."""
+    pair = Pair(stack, ranks=ranks, shared=shared, query_port=free_port)
+    for number in (1, 2):
+        hand_over(pair, f"s{number}", 13)
+        to_prefill, to_decode = concurrent(pair, f"t{number}")
+        pair.decode.add(request(f"dc{number}", 30, to_decode))
+        pair.prefill.add(request(f"pc{number}", 30, to_prefill))
+        for name, tokens in ((f"ds{number}", 13), (f"dc{number}", 30)):
+            assert served(pair, name) is RequestEnd.LENGTH
+            assert torch.equal(loaded_kv(pair, name), expected(range(tokens)))
+    at_rest(pair)
+    assert outcomes(pair) == {"OK": 4}
+
+
 def test_many_requests_leave_nothing_behind(stack: ExitStack) -> None:
     pair = Pair(stack)
     for number in range(30):
@@ -120,6 +139,8 @@ def test_in_the_concurrent_flow_chunks_leave_while_the_prompt_is_computed(
     stack: ExitStack, free_port: int
 ) -> None:
     pair = Pair(stack, query_port=free_port)
+    # Long enough that a chunk that did not wait for its forward would leave without its KV.
+    side_of(pair, "prefill").forward_s = 0.05
     to_prefill, to_decode = concurrent(pair, "t1")
     pair.decode.add(request("d1", 30, to_decode))
     pair.prefill.add(request("p1", 30, to_prefill))
@@ -127,6 +148,22 @@ def test_in_the_concurrent_flow_chunks_leave_while_the_prompt_is_computed(
     assert torch.equal(loaded_kv(pair, "d1"), expected(range(30)))
     # The engine of the model computes at most 6 tokens in a step: the chunks ended inside of blocks.
     assert pair.prefill.answers["p1"] is None
+    at_rest(pair)
+
+
+def test_a_chunk_whose_forward_has_not_ended_is_not_sent(stack: ExitStack, free_port: int) -> None:
+    """The next step says so, and decode computes the prompt."""
+    pair = Pair(stack, query_port=free_port, retain_s=0.0)
+    worker = side_of(pair, "prefill")
+    to_prefill, to_decode = concurrent(pair, "t1")
+    pair.decode.add(request("d1", 5, to_decode))
+    pair.prefill.add(request("p1", 5, to_prefill))
+    worker.forward_ends = False
+    pair.until(lambda: "p1" in pair.prefill.answers)
+    worker.forward_ends = True
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert "d1" not in pair.decode.loaded
+    assert outcomes(pair) == {"TRANSFER_FAILED": 1}
     at_rest(pair)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from segue.integrations.vllm.vllm_memory import CacheFacts, cache_pool
 from segue.integrations.vllm.vllm_orders import decode_orders
 from segue.integrations.vllm.vllm_params import PeerAddress
 from segue.integrations.vllm.vllm_prefill_table import PrefillTable
+from segue.integrations.vllm.vllm_rank import RankSide, WorkerPlace, lead
 from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
 from segue.integrations.vllm.vllm_shared_pool import SharedPoolMode
 from segue.integrations.vllm.vllm_table import SchedulerTable
@@ -24,52 +27,75 @@ from segue.integrations.vllm.vllm_worker import WorkerSide
 from segue.kv import Role
 
 LAYERS, HEADS, DIM, BLOCKS = 2, 2, 8, 24
+WITHIN_S = 30.0
 CPU_ATTN = CacheFacts(
     backend="CPU_ATTN", blocks=BLOCKS, block_size=BLOCK, head_size=DIM, dtype="float32", isa="vec"
 )
 
 
-def make_caches(shared: bool = False) -> tuple[dict[str, torch.Tensor], SharedPoolMode]:
+def make_caches(shared: bool = False, heads: int = HEADS) -> tuple[dict[str, torch.Tensor], SharedPoolMode]:
     """One allocation for all layers, as vLLM makes it: `[blocks, heads, block_size, 2 * head_size]` each."""
     mode = SharedPoolMode()
-    nbytes = LAYERS * BLOCKS * HEADS * BLOCK * 2 * DIM * 4
+    nbytes = LAYERS * BLOCKS * heads * BLOCK * 2 * DIM * 4
     if shared:
         with mode:
             raw = torch.zeros(nbytes, dtype=torch.int8, device=torch.device("cpu"))
     else:
         raw = torch.zeros(nbytes, dtype=torch.int8)
-    layers = raw.view(torch.float32).view(LAYERS, BLOCKS, HEADS, BLOCK, 2 * DIM)
+    layers = raw.view(torch.float32).view(LAYERS, BLOCKS, heads, BLOCK, 2 * DIM)
     return {f"layers.{i}.attn": layers[i] for i in range(LAYERS)}, mode
 
 
-def write(caches: dict[str, torch.Tensor], token: int, position: int, block: int) -> None:
-    """The KV of one token, K transposed as CPU_ATTN keeps it: values that its id, position and layer give."""
+def write(
+    caches: dict[str, torch.Tensor], token: int, position: int, block: int, first_head: int = 0
+) -> None:
+    """The KV of one token, K transposed as CPU_ATTN keeps it: values that its id, position, layer and head
+    give."""
     slot = position % BLOCK
     for number, cache in enumerate(caches.values()):
         row = torch.arange(DIM, dtype=torch.float32) + 100 * token + 10_000 * position + 7 * number
-        both = cache[block].reshape(HEADS, 2, DIM * BLOCK)
-        both[:, 0].view(HEADS, DIM, BLOCK)[:, :, slot] = row
-        both[:, 1].view(HEADS, BLOCK, DIM)[:, slot] = -row
+        heads = cache.shape[1]
+        rows = row + 0.5 * torch.arange(first_head, first_head + heads)[:, None]
+        both = cache[block].reshape(heads, 2, DIM * BLOCK)
+        both[:, 0].view(heads, DIM, BLOCK)[:, :, slot] = rows
+        both[:, 1].view(heads, BLOCK, DIM)[:, slot] = -rows
 
 
 class TensorWorker(ModelWorker):
     """Computes prompts into tensors, and hands over for real."""
 
-    def __init__(self, pool: ModelPool, side: WorkerSide, caches: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, pool: ModelPool, sides: Sequence[WorkerSide | RankSide], caches: list[dict[str, torch.Tensor]]
+    ) -> None:
         super().__init__(pool)
-        self.side = side
-        self.caches = caches
+        assert isinstance(sides[0], WorkerSide)
+        self.side = sides[0]
+        #: those of each tensor-parallel rank
+        self.sides, self.caches = sides, caches
         #: the KV of each prompt when its last token was computed
         self.kv: dict[str, torch.Tensor] = {}
+        #: seconds that each forward takes before it writes any KV
+        self.forward_s = 0.0
+        #: the next forwards do not end
+        self.forward_ends = True
 
     def run(self, step: Step) -> None:
-        self.side.begin_step(decode_orders(step.orders))
+        for side in self.sides:
+            side.begin_step(decode_orders(step.orders))
+        if step.chunks:
+            time.sleep(self.forward_s)
         for request, start, end, _, blocks in step.chunks:
             for position in range(start, end):
-                write(self.caches, request.spec.tokens[position], position, blocks[position // BLOCK])
+                head = 0
+                for caches in self.caches:
+                    write(caches, request.spec.tokens[position], position, blocks[position // BLOCK], head)
+                    head += next(iter(caches.values())).shape[1]
             if end == request.tokens:
-                self.kv[request.spec.request_id] = kv_of(self.caches, blocks, end)
-        self.side.end_forward()
+                parts = [kv_of(caches, blocks, end) for caches in self.caches]
+                self.kv[request.spec.request_id] = torch.cat(parts, dim=3)
+        if self.forward_ends:
+            for side in self.sides:
+                side.end_forward()
 
     def take(self) -> Any:
         results = self.side.take_results()
@@ -80,10 +106,11 @@ def kv_of(caches: dict[str, torch.Tensor], blocks: Sequence[int], tokens: int) -
     """K and V of the first tokens, `[layer, 2, token, head, item]`."""
     layers = []
     for cache in caches.values():
-        both = cache[list(blocks)].view(-1, HEADS, 2, DIM * BLOCK)
-        keys = both[:, :, 0].reshape(-1, HEADS, DIM, BLOCK).permute(0, 3, 1, 2)
-        values = both[:, :, 1].reshape(-1, HEADS, BLOCK, DIM).permute(0, 2, 1, 3)
-        layers.append(torch.stack([x.reshape(-1, HEADS, DIM)[:tokens] for x in (keys, values)]))
+        heads = cache.shape[1]
+        both = cache[list(blocks)].view(-1, heads, 2, DIM * BLOCK)
+        keys = both[:, :, 0].reshape(-1, heads, DIM, BLOCK).permute(0, 3, 1, 2)
+        values = both[:, :, 1].reshape(-1, heads, BLOCK, DIM).permute(0, 2, 1, 3)
+        layers.append(torch.stack([x.reshape(-1, heads, DIM)[:tokens] for x in (keys, values)]))
     return torch.stack(layers)
 
 
@@ -97,21 +124,42 @@ def make_engine(
     facts: CacheFacts = CPU_ATTN,
     secret: bytes = b"",
     model: str = "model/float32",
+    ranks: int = 1,
 ) -> ModelEngine:
-    """An engine whose worker is real. Its `stack` closes it."""
+    """An engine whose workers are real, one for each tensor-parallel rank. Its `stack` closes it."""
     pool, block = ModelPool(BLOCKS), facts.block_size
     table: SchedulerTable
     if role is Role.PREFILL:
         table = PrefillTable(MODEL, pool, block, settings, secret)
     else:
         table = DecodeTable(MODEL, pool, block, settings, secret, policy=policy)
-    caches, mode = make_caches(shared)
-    side = WorkerSide(role, settings, secret, model, cache_pool(caches, facts, mode.memory))
-    stack.callback(side.close)
+    made = [make_caches(shared, HEADS // ranks) for _ in range(ranks)]
+    pools = [
+        cache_pool(caches, replace(facts, tensor_rank=rank, tensor_ranks=ranks), mode.memory)
+        for rank, (caches, mode) in enumerate(made)
+    ]
+    common, first = (role, settings, secret, model), WorkerPlace(tensor_ranks=ranks)
+    invitation: Future[tuple[str, bytes]] = Future()
+
+    def follow(rank: int) -> RankSide:
+        place = replace(first, tensor_rank=rank)
+        return RankSide(*common, pools[rank], place, lambda _: invitation.result(WITHIN_S))
+
+    def share(value: tuple[str, bytes] | None) -> tuple[str, bytes]:
+        assert value is not None
+        invitation.set_result(value)
+        return value
+
+    with ThreadPoolExecutor() as threads:
+        others = [threads.submit(follow, rank) for rank in range(1, ranks)]
+        side = WorkerSide(*common, pools[0], first, *lead(share, first))
+        sides = [side, *(other.result(WITHIN_S) for other in others)]
+    for each in sides:
+        stack.callback(each.close)
     if isinstance(table, PrefillTable):
         table.address = PeerAddress(side.address.leader, side.address.host, side.address.port)
     engine = ModelEngine(table, pool, policy)
-    engine.worker = TensorWorker(pool, side, caches)
+    engine.worker = TensorWorker(pool, sides, [caches for caches, _ in made])
     return engine
 
 
@@ -142,12 +190,20 @@ class Pair:
         secret: bytes = b"",
         decode_secret: bytes | None = None,
         models: tuple[str, str] = ("model/float32", "model/float32"),
+        ranks: tuple[int, int] = (1, 1),
         **settings: Any,
     ) -> None:
         self.settings = ConnectorSettings(**{"transport": ["shm" if shared else "tcp"], **settings})
         self.stack = stack
         self.prefill = make_engine(
-            stack, Role.PREFILL, self.settings, policy, shared=shared, secret=secret, model=models[0]
+            stack,
+            Role.PREFILL,
+            self.settings,
+            policy,
+            shared=shared,
+            secret=secret,
+            model=models[0],
+            ranks=ranks[0],
         )
         self.decode = make_engine(
             stack,
@@ -158,6 +214,7 @@ class Pair:
             facts=decode_facts,
             secret=secret if decode_secret is None else decode_secret,
             model=models[1],
+            ranks=ranks[1],
         )
         self.running = [self.prefill, self.decode]
 

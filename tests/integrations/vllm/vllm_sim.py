@@ -334,7 +334,7 @@ class VllmEngines(RoomEngine):
     def own_sizes(self) -> dict[str, int]:
         """The worker side's tables, without those of its manager."""
         sizes = self.worker.side.sizes()
-        return {name: sizes[name] for name in ("halves", "keys", "sends")}
+        return {name: sizes[name] for name in ("halves", "keys")}
 
 
 class VllmStories:

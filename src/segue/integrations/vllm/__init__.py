@@ -5,7 +5,8 @@
 `vllm_claim` digests what must be equal on both sides, `vllm_orders` has what travels between the two sides,
 `vllm_pins` keeps blocks from being used again. `vllm_table` has what both roles share; `vllm_prefill_table`
 and `vllm_decode_table` decide. The worker side is `vllm_worker` over the memory of `vllm_memory` and
-`vllm_shared_pool`. `vllm_facts` reads vLLM's objects.
+`vllm_shared_pool`; `vllm_rank` has the workers of tensor parallelism, `vllm_query` how the concurrent flow
+finds a worker. `vllm_facts` reads vLLM's objects.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def claim_of(request: EngineRequest, model: ModelFacts) -> bytes:
         raise InvalidRequest("a prompt of embeddings is not handed over: its tokens do not identify its KV")
     if request.lora_name is not None and not request.lora_weights:
         raise InvalidRequest(
-            f"no fingerprint of the weights of LoRA {request.lora_name[:100]!r}: its KV is not handed over"
+            f"the weights of LoRA {request.lora_name[:100]!r} are not known: they are not in files here, or "
+            "were replaced after vLLM had loaded them; its KV is not handed over"
         )
     if not request.tokens:
         raise InvalidRequest("a request without prompt tokens has no KV to hand over")

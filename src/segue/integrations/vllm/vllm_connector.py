@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -23,10 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_tp_group
 
 from segue.integrations.vllm.vllm_claim import ModelFacts
 from segue.integrations.vllm.vllm_decode_table import DecodeTable
 from segue.integrations.vllm.vllm_facts import (
+    AdapterFingerprints,
     cache_facts,
     chunks_of,
     end_of,
@@ -38,6 +41,7 @@ from segue.integrations.vllm.vllm_memory import cache_pool
 from segue.integrations.vllm.vllm_orders import Report, decode_orders, decode_reports, encode
 from segue.integrations.vllm.vllm_params import PeerAddress
 from segue.integrations.vllm.vllm_prefill_table import PrefillTable
+from segue.integrations.vllm.vllm_rank import RankSide, WorkerPlace, lead
 from segue.integrations.vllm.vllm_settings import LoadFailurePolicy, check_engine, parse_settings
 from segue.integrations.vllm.vllm_shared_pool import SharedPoolMode
 from segue.integrations.vllm.vllm_stats import SeguePromMetrics, SegueStats, StatsRecorder
@@ -57,9 +61,10 @@ class SegueMetadata(KVConnectorMetadata):
 
 @dataclass
 class SegueReports(KVConnectorWorkerMetadata):
-    """The worker side's reports of one step, encoded."""
+    """The worker side's reports of one step, encoded, and the request ids that it named in that step."""
 
     reports: bytes
+    named: list[str]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """One worker reports; there is nothing to add up."""
@@ -92,12 +97,14 @@ class SegueConnector(KVConnectorBase_V1):
         self._weights = weights_fingerprint(
             vllm_config.model_config, str(vllm_config.load_config.load_format)
         )
+        self._adapters = AdapterFingerprints()
         self._policy = LoadFailurePolicy(transfer.kv_load_failure_policy)
         self._table: SchedulerTable | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerSide | RankSide | None = None
         self._shared = SharedPoolMode()
         self._recorder = StatsRecorder()
         self._reports: list[Report] = []
+        self._named: list[str] = []
 
     # ---- scheduler side ----------------------------------------------------------------------
 
@@ -121,7 +128,7 @@ class SegueConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Any) -> None:
         """See KVConnectorBase_V1."""
-        self._scheduler.new_request(request_of(request))
+        self._scheduler.new_request(request_of(request, self._adapters))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1."""
@@ -144,7 +151,8 @@ class SegueConnector(KVConnectorBase_V1):
         return SegueMetadata(encode(table.take_orders()))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Hear the worker's reports, and leave in the output only ids that vLLM waits for."""
+        """Hear the worker's reports, and leave in the output only ids that vLLM waits for, and those of other
+        connectors."""
         found = connector_output.kv_connector_worker_meta
         reports = decode_reports(found.reports) if isinstance(found, SegueReports) else []
         passed = self._scheduler.results(
@@ -152,6 +160,7 @@ class SegueConnector(KVConnectorBase_V1):
             connector_output.finished_sending or (),
             connector_output.finished_recving or (),
             connector_output.failed_recving or (),
+            named=found.named if isinstance(found, SegueReports) else (),
         )
         connector_output.finished_sending = passed.finished_sending
         connector_output.finished_recving = passed.finished_recving
@@ -204,13 +213,26 @@ class SegueConnector(KVConnectorBase_V1):
         """Start to listen: the memory is known."""
         if not kv_caches:
             raise ConfigError("the model has no KV cache to hand over")
-        facts = cache_facts(self._vllm_config, self._kv_cache_config, next(iter(kv_caches)))
+        parallel = self._vllm_config.parallel_config
+        group = get_tp_group()
+        place = WorkerPlace(int(parallel.data_parallel_index), group.rank_in_group, group.world_size)
+        if place.tensor_ranks > 1 and get_kv_transfer_group() is not self:
+            raise ConfigError("MultiConnector with --tensor-parallel-size: it waits for reports of each rank")
+        facts = cache_facts(
+            self._vllm_config, self._kv_cache_config, next(iter(kv_caches)), place.tensor_rank
+        )
         pool = cache_pool(kv_caches, facts, self._shared.memory)
-        identity = model_identity(self._weights, facts.dtype)
-        self._worker = WorkerSide(self._segue_role, self._settings, self._secret, identity, pool)
+        common = (self._segue_role, self._settings, self._secret, model_identity(self._weights, facts.dtype))
+        if place.tensor_rank:
+            self._worker = RankSide(*common, pool, place, group.broadcast_object)
+        else:
+            me, others = lead(group.broadcast_object, place, self._settings.cpus)
+            self._worker = WorkerSide(*common, pool, place, me, others)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where decode reaches this worker."""
+        """Where decode reaches this engine; the worker of rank 0 says it."""
+        if isinstance(self._hands, RankSide):
+            return None
         address = self._hands.address
         return SegueHandshake(address.incarnation, address.dp_rank, address.host, address.port)
 
@@ -237,15 +259,20 @@ class SegueConnector(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See KVConnectorBase_V1."""
         results = self._hands.take_results()
-        self._reports = results.reports
+        self._reports, self._named = results.reports, sorted(results.finished_recving)
         return KVConnectorTransferResults(
             finished_recving=results.finished_recving, failed_recving=results.failed_recving
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """The reports that belong to the last `get_transfer_results`."""
-        reports, self._reports = self._reports, []
-        return SegueReports(encode(reports)) if reports else None
+        reports, named = self._reports, self._named
+        self._reports, self._named = [], []
+        return SegueReports(encode(reports), named) if reports or named else None
+
+    def get_finished_count(self) -> int | None:
+        """One: rank 0 reports for all."""
+        return 1
 
     def sizes(self) -> dict[str, int]:
         """The number of entries of every table of this side, for leak checks: all 0 at rest."""
@@ -263,7 +290,7 @@ class SegueConnector(KVConnectorBase_V1):
         return False
 
     @property
-    def _hands(self) -> WorkerSide:
+    def _hands(self) -> WorkerSide | RankSide:
         if self._worker is None:
             raise Internal("vLLM did not register its KV cache: this version of vLLM is not known")
         return self._worker

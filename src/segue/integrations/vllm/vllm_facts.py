@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from segue.kv import ConfigError
 
 log = logging.getLogger("segue.vllm")
 
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+#: The adapters that were used last.
+_MAX_ADAPTERS = 1024
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 #: So many samples of so many bytes of each file of weights are hashed, evenly spread: to read all of a large
 #: model would cost minutes at each start.
@@ -36,6 +40,7 @@ def engine_facts(config: Any, caches: Any) -> EngineFacts:
         kv_cache_groups=len(caches.kv_cache_groups),
         pipeline_stages=parallel.pipeline_parallel_size,
         tensor_ranks=parallel.tensor_parallel_size,
+        kv_heads=config.model_config.get_total_num_kv_heads(),
         data_ranks=parallel.data_parallel_size,
         context_ranks=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
         draft_method=str(speculative.method) if speculative is not None else "",
@@ -44,8 +49,9 @@ def engine_facts(config: Any, caches: Any) -> EngineFacts:
     )
 
 
-def cache_facts(config: Any, caches: Any, first_layer: str) -> CacheFacts:
-    """vLLM's KV cache as it is laid out here. Raises ConfigError for a layer that does not say how."""
+def cache_facts(config: Any, caches: Any, first_layer: str, tensor_rank: int = 0) -> CacheFacts:
+    """vLLM's KV cache as it is laid out in the worker of this tensor-parallel rank. Raises ConfigError for a
+    layer that does not say how."""
     spec = caches.kv_cache_groups[0].kv_cache_spec
     layer = config.compilation_config.static_forward_context[first_layer]
     backend = str(layer.get_attn_backend().get_name())
@@ -59,6 +65,8 @@ def cache_facts(config: Any, caches: Any, first_layer: str) -> CacheFacts:
         head_size=spec.head_size,
         dtype=str(spec.dtype).removeprefix("torch."),
         isa=isa,
+        tensor_rank=tensor_rank,
+        tensor_ranks=config.parallel_config.tensor_parallel_size,
     )
 
 
@@ -112,9 +120,49 @@ def _samples(file: Path) -> Iterator[bytes]:
             yield content.read(_SAMPLE_BYTES)
 
 
-def request_of(request: Any) -> EngineRequest:
-    """A vLLM `Request` as the tables see it. The weights of a LoRA adapter are not fingerprinted, so that its
-    requests are not handed over."""
+class AdapterFingerprints:
+    """Digests of LoRA adapters: their configuration, and samples of their weights, as of the model's.
+
+    Files are read once for each adapter that vLLM has loaded (`lora_int_id`). An adapter has no digest if it
+    is not in files here, if vLLM loads it again under the same number (`load_inplace`), or if its files have
+    changed since they were read: it is not known then which weights vLLM computes with.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[tuple[int, str], tuple[list[object], str]] = OrderedDict()
+
+    def of(self, lora: Any) -> str | None:
+        """The digest of a vLLM `LoRARequest`'s adapter, or None."""
+        if lora.load_inplace:
+            return None
+        files = sorted(p for kind in _ADAPTER_FILES for p in Path(lora.lora_path).glob(kind))
+        if len(files) < 2:  # the configuration and weights
+            return None
+        try:
+            state: list[object] = [
+                (p.name, s.st_size, s.st_mtime_ns, s.st_ino) for p in files for s in [p.stat()]
+            ]
+            key = (int(lora.lora_int_id), str(lora.lora_path))
+            known = self._found.pop(key, None) or (state, _adapter_digest(files))
+        except OSError:
+            return None
+        self._found[key] = known
+        if len(self._found) > _MAX_ADAPTERS:
+            self._found.popitem(last=False)
+        return known[1] if known[0] == state else None
+
+
+def _adapter_digest(files: list[Path]) -> str:
+    digest = hashlib.blake2b(b"segue vllm adapter 1\0", digest_size=16)
+    for file in files:
+        digest.update(json.dumps([file.name, file.stat().st_size]).encode())
+        for sample in _samples(file):
+            digest.update(sample)
+    return digest.hexdigest()
+
+
+def request_of(request: Any, adapters: AdapterFingerprints) -> EngineRequest:
+    """A vLLM `Request` as the tables see it."""
     lora = request.lora_request
     return EngineRequest(
         request_id=request.request_id,
@@ -122,6 +170,7 @@ def request_of(request: Any) -> EngineRequest:
         params=request.kv_transfer_params,
         cache_salt=request.cache_salt,
         lora_name=None if lora is None else str(lora.lora_name),
+        lora_weights=None if lora is None else adapters.of(lora),
         media=tuple(
             Media(str(item.identifier), item.mm_position.offset, item.mm_position.length)
             for item in request.mm_features or ()

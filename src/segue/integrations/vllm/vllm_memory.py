@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from segue.kv import ConfigError, KVShape, Memory, PoolSpec, pool_of
+from segue.kv import ConfigError, KVShape, Memory, PoolSpec, RankCoord, pool_of
 
 BLOCK_BACKENDS = frozenset({"CPU_ATTN"})
 TOKEN_BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"})
@@ -24,7 +24,7 @@ LATENT_BACKENDS = frozenset({"CPU_MLA", "TRITON_MLA"})
 class CacheFacts:
     """vLLM's KV cache: the attention `backend`, the number of `blocks` of `block_size` tokens, the KV's
     `dtype`, and how the backend packs a block on this processor (`isa`; empty if that does not depend on
-    it)."""
+    it). `tensor_rank` is the number of this worker among the `tensor_ranks` that have the KV heads."""
 
     backend: str
     blocks: int
@@ -32,6 +32,8 @@ class CacheFacts:
     head_size: int
     dtype: str
     isa: str = ""
+    tensor_rank: int = 0
+    tensor_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,13 @@ def _by_blocks(caches: Mapping[str, Any], facts: CacheFacts, memory: Memory | No
     first = layers[0][0]
     shape = KVShape(
         layers=len(layers),
-        kv_heads=first.shape[2],
+        kv_heads=first.shape[2] * facts.tensor_ranks,
         k_dim=size,
         v_dim=size,
         dtype=dtype,
         item_bytes=first.element_size(),
     )
-    return _pool(shape, layers, memory, facts.block_size)
+    return _pool(shape, layers, memory, facts.block_size, facts)
 
 
 def _by_tokens(caches: Mapping[str, Any], facts: CacheFacts, memory: Memory | None) -> CachePool:
@@ -105,13 +107,13 @@ def _by_tokens(caches: Mapping[str, Any], facts: CacheFacts, memory: Memory | No
     first = layers[0][0]
     shape = KVShape(
         layers=len(layers),
-        kv_heads=first.shape[2],
+        kv_heads=first.shape[2] * facts.tensor_ranks,
         k_dim=facts.head_size,
         v_dim=facts.head_size,
         dtype=facts.dtype,
         item_bytes=first.element_size(),
     )
-    return _pool(shape, layers, memory, 1)
+    return _pool(shape, layers, memory, 1, facts)
 
 
 def _latents(caches: Mapping[str, Any], facts: CacheFacts, memory: Memory | None) -> CachePool:
@@ -131,11 +133,19 @@ def _latents(caches: Mapping[str, Any], facts: CacheFacts, memory: Memory | None
         dtype=facts.dtype,
         item_bytes=first.element_size(),
     )
-    return _pool(shape, layers, memory, 1)
+    return _pool(shape, layers, memory, 1, facts)
 
 
-def _pool(shape: KVShape, layers: Sequence[Any], memory: Memory | None, unit: int) -> CachePool:
-    spec, found = pool_of(shape, layers, memory=memory)
+def _pool(
+    shape: KVShape, layers: Sequence[Any], memory: Memory | None, unit: int, facts: CacheFacts
+) -> CachePool:
+    spec, found = pool_of(
+        shape,
+        layers,
+        memory=memory,
+        coord=RankCoord(tp=facts.tensor_rank),
+        head_start=facts.tensor_rank * (shape.kv_heads // facts.tensor_ranks),
+    )
     return CachePool(spec, found, unit)
 
 

@@ -5,7 +5,7 @@
 | order | the worker | then reports |
 |---|---|---|
 | `ExpectOrder` | `KVManager.expect` | `HandoffEnded`, then `BlocksReleased`, each once |
-| `SendOrder` | `KVSender.send`, after the KV of the step that brought the order is complete | |
+| `SendOrder` | `KVSender.send`; the KV leaves when it is complete, at the latest with the step that brought the order | |
 | `ReceiveOrder` | `KVManager.receive`, then `KVReceiver.publish` | the same two; vLLM gets the request id in `finished_recving` with `HandoffEnded`, once, and in `failed_recving` if it failed |
 | `RefuseOrder` | nothing | the id in `finished_recving` and `failed_recving`, once |
 | `AbortOrder` | `abort` | nothing by itself: what the hand-off owes |

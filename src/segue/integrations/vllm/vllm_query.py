@@ -1,9 +1,17 @@
 """`GET /query` of the concurrent flow, in the form of vLLM's MooncakeConnector: routers ask prefill for the
-`engine_id` that they then give to decode, and decode asks for the port of prefill's sessions."""
+`engine_id` that they then give to decode, and decode asks for the port of prefill's sessions.
+
+The worker of the first data-parallel rank answers for all: the others, on the same host, tell it where they
+are (`POST /rank`), and are forgotten when that connection ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Callable
 
 import msgspec
 
@@ -14,7 +22,11 @@ from segue.kv import BootstrapUnreachable, ConfigError, InvalidRequest, LeaderId
 _MAX_REQUEST_BYTES = 8192
 _MAX_ANSWER_BYTES = 65536
 _MAX_CONNECTIONS = 64
+_MAX_RANKS = 1024
 _REQUEST_S = 5.0
+#: Between two attempts of a rank to tell the first one where it is.
+_ANNOUNCE_AGAIN_S = 1.0
+_SIGN_DOMAIN = b"segue vllm rank 1\0"
 
 
 class _DpRankEntry(msgspec.Struct, frozen=True):
@@ -27,31 +39,95 @@ class _DpRankEntry(msgspec.Struct, frozen=True):
 _ANSWER = msgspec.json.Decoder(dict[int, _DpRankEntry])
 
 
-def query_answer(address: SessionAddress) -> bytes:
-    """The body that a prefill leader at `address` answers with."""
+class _Announcement(msgspec.Struct, frozen=True):
+    """Where the data-parallel rank `rank` is, signed with the deployment's secret if there is one."""
+
+    rank: int
+    entry: _DpRankEntry
+    signature: str = ""
+
+
+class RankDirectory:
+    """The data-parallel ranks of one prefill instance, by their numbers."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _DpRankEntry] = {}
+
+    def add(self, rank: int, address: SessionAddress) -> None:
+        """The rank's leader is at `address`."""
+        self._entries[rank] = _entry(address)
+
+    def answer(self) -> bytes:
+        """The body of the answer to `GET /query`."""
+        return msgspec.json.encode(self._entries)
+
+    def announced(self, announcement: _Announcement) -> Callable[[], None] | None:
+        """Keep what a rank says of itself; returns how to forget it, None if there are too many."""
+        rank, entry = announcement.rank, announcement.entry
+        if rank not in self._entries and len(self._entries) >= _MAX_RANKS:
+            return None
+        self._entries[rank] = entry
+
+        def forget() -> None:
+            if self._entries.get(rank) is entry:
+                del self._entries[rank]
+
+        return forget
+
+
+def _entry(address: SessionAddress) -> _DpRankEntry:
     host = f"[{address.host}]" if ":" in address.host else address.host
-    entry = _DpRankEntry(engine_id(address.leader), {0: {0: f"{host}:{address.port}"}})
-    return msgspec.json.encode({address.dp_rank: entry})
+    return _DpRankEntry(engine_id(address.leader), {0: {0: f"{host}:{address.port}"}})
 
 
-async def serve_query(host: str, port: int, answer: bytes) -> asyncio.Server:
-    """Answer `GET /query` with `answer` until the server is closed. Raises ConfigError for a port in use."""
+def _signed(rank: int, entry: _DpRankEntry, secret: bytes) -> str:
+    if not secret:
+        return ""
+    return hmac.new(secret, _SIGN_DOMAIN + msgspec.json.encode([rank, entry]), hashlib.sha256).hexdigest()
+
+
+async def serve_query(host: str, port: int, ranks: RankDirectory, secret: bytes = b"") -> asyncio.Server:
+    """Answer `GET /query` with `ranks` until the server is closed, and add other ranks that say where they
+    are: with `secret` if it signs that, without a secret from loopback. Raises ConfigError for a port in
+    use."""
     open_connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal open_connections
         open_connections += 1
+        forget = None
         try:
             if open_connections <= _MAX_CONNECTIONS:
                 async with asyncio.timeout(_REQUEST_S):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(_response(head.split(b"\r\n", 1)[0], answer))
-                    await writer.drain()
+                    line = head.split(b"\r\n", 1)[0]
+                    if line.startswith(b"POST /rank "):
+                        forget = await announced(reader, writer)
+                    else:
+                        writer.write(_response(line, ranks.answer()))
+                        await writer.drain()
+                if forget is not None:
+                    await reader.read(1)  # it says nothing more: this ends with the rank
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # a client that left, is late or sends no HTTP costs nobody anything
         finally:
             open_connections -= 1
             writer.close()
+            if forget is not None:
+                forget()
+
+    async def announced(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Callable[[], None] | None:
+        try:
+            found = msgspec.json.decode(await reader.readuntil(b"\n"), type=_Announcement)
+        except msgspec.MsgspecError:
+            return None
+        if secret:
+            allowed = hmac.compare_digest(found.signature, _signed(found.rank, found.entry, secret))
+        else:
+            allowed = ipaddress.ip_address(writer.get_extra_info("peername")[0]).is_loopback
+        return ranks.announced(found) if allowed and found.rank > 0 else None
 
     try:
         return await asyncio.start_server(serve, host, port, limit=_MAX_REQUEST_BYTES)
@@ -70,6 +146,25 @@ def _response(request_line: bytes, answer: bytes) -> bytes:
     )
 
 
+async def announce(host: str, port: int, rank: int, address: SessionAddress, secret: bytes) -> None:
+    """Have the `GET /query` at `host`:`port` name this rank too, for as long as this runs."""
+    entry = _entry(address)
+    line = msgspec.json.encode(_Announcement(rank, entry, _signed(rank, entry, secret)))
+    request = b"POST /rank HTTP/1.1\r\nhost: segue\r\n\r\n" + line + b"\n"
+    while True:
+        try:
+            async with asyncio.timeout(_REQUEST_S):
+                reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(request)
+                await reader.read(1)  # until the first rank ends the connection
+            finally:
+                writer.close()
+        except (OSError, TimeoutError):
+            pass  # the first rank starts later, or again
+        await asyncio.sleep(_ANNOUNCE_AGAIN_S)
+
+
 async def session_port(host: str, port: int, leader: LeaderId, within_s: float) -> int:
     """The port of the sessions of `leader`, whose `GET /query` is at `host`:`port`.
 
@@ -82,12 +177,12 @@ async def session_port(host: str, port: int, leader: LeaderId, within_s: float) 
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
         raise BootstrapUnreachable(f"GET http://{host}:{port}/query: {error or 'no answer'}") from None
     try:
-        entries = _ANSWER.decode(body)
-        entry = entries.get(leader.dp_rank)
+        entries = _ANSWER.decode(body).values()
+        entry = next((one for one in entries if one.engine_id == engine_id(leader)), None)
         found = 0 if entry is None else int(entry.worker_addr[0][0].rpartition(":")[2])
     except (msgspec.MsgspecError, KeyError, ValueError) as error:
         raise InvalidRequest(f"http://{host}:{port}/query is no segue connector's: {error}") from None
-    if entry is None or entry.engine_id != engine_id(leader):
+    if entry is None:
         raise PeerRestarted(f"http://{host}:{port}/query has no engine {engine_id(leader)} any more")
     if not 0 < found < 2**16:
         raise InvalidRequest(f"http://{host}:{port}/query names the port {found}")

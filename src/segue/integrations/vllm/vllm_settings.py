@@ -82,8 +82,8 @@ def parse_settings(extra: Mapping[str, object] | None) -> ConnectorSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """The parts of vLLM's configuration that the connector needs to start: `kv_role`, the KV cache's dtype
-    and the device; the number of KV cache groups and of each kind of parallel ranks; the method of
-    speculative decoding; and whether weights may be replaced at run time or memory given back (sleep
+    and the device; the number of KV cache groups, of each kind of parallel ranks and of KV heads; the method
+    of speculative decoding; and whether weights may be replaced at run time or memory given back (sleep
     mode)."""
 
     kv_role: str
@@ -92,6 +92,7 @@ class EngineFacts:
     kv_cache_groups: int = 1
     pipeline_stages: int = 1
     tensor_ranks: int = 1
+    kv_heads: int = 1
     data_ranks: int = 1
     context_ranks: int = 1
     draft_method: str = ""
@@ -116,8 +117,14 @@ def check_engine(facts: EngineFacts) -> Role:
         (facts.device != "cpu", f"the device {facts.device}: it was written for and run on CPUs alone"),
         (facts.kv_cache_groups != 1, f"{facts.kv_cache_groups} KV cache groups (hybrid models)"),
         (facts.pipeline_stages != 1, f"--pipeline-parallel-size {facts.pipeline_stages}"),
-        (facts.tensor_ranks != 1, f"--tensor-parallel-size {facts.tensor_ranks}"),
-        (facts.data_ranks != 1, f"--data-parallel-size {facts.data_ranks}"),
+        (
+            facts.kv_heads % facts.tensor_ranks != 0,
+            f"--tensor-parallel-size {facts.tensor_ranks} for {facts.kv_heads} KV heads",
+        ),
+        (
+            facts.data_ranks != 1,
+            f"--data-parallel-size {facts.data_ranks} of a mixture-of-experts model",
+        ),
         (facts.context_ranks != 1, "context parallelism"),
         (
             facts.draft_method not in _DRAFTS_WITHOUT_KV,

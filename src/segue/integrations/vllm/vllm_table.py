@@ -23,7 +23,7 @@ import enum
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from segue.integrations.vllm.vllm_claim import EngineRequest, ModelFacts
@@ -142,9 +142,17 @@ class SchedulerTable(ABC):
         finished_sending: Iterable[str] = (),
         finished_recving: Iterable[str] = (),
         failed_recving: Iterable[str] = (),
+        *,
+        named: Collection[str] | None = None,
     ) -> PassedIds:
         """Takes the worker's reports of one step, and the ids in vLLM's output of that step. Returns the ids
-        to leave in the output: vLLM asserts that it waits for each."""
+        to leave in the output: vLLM asserts that it waits for each. Ids that the worker has not `named` are
+        another connector's (MultiConnector) and stay; without `named` all are the worker's."""
+        sets = [set(ids) for ids in (finished_sending, finished_recving, failed_recving)]
+        others = [set() if named is None else ids - set(named) for ids in sets]
+        finished_sending, finished_recving, failed_recving = (
+            ids - kept for ids, kept in zip(sets, others, strict=True)
+        )
         for report in reports:
             if report.handoff not in self._open:
                 self.warn(f"the worker reports {report} of a hand-off that is not open")
@@ -168,7 +176,11 @@ class SchedulerTable(ABC):
         ):
             if dropped := set(ids) - kept:
                 self.warn(f"the worker names {sorted(dropped)[:5]} in {name}; vLLM does not wait for them")
-        return passed
+        return PassedIds(
+            passed.finished_sending | others[0],
+            passed.finished_recving | others[1],
+            passed.failed_recving | others[2],
+        )
 
     def has_work(self) -> bool:
         """True while orders or reports are outstanding: vLLM must go on stepping, because they travel in

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from segue.integrations.vllm.vllm_memory import CachePool
 from segue.integrations.vllm.vllm_orders import (
@@ -24,22 +24,25 @@ from segue.integrations.vllm.vllm_orders import (
     Order,
     ReceiveOrder,
     RefuseOrder,
-    Report,
     SendOrder,
     SessionAddress,
 )
-from segue.integrations.vllm.vllm_query import query_answer, serve_query, session_port
+from segue.integrations.vllm.vllm_query import RankDirectory, announce, serve_query, session_port
+from segue.integrations.vllm.vllm_rank import (
+    StepResults,
+    WorkerPlace,
+    cpus_of_parent,
+    sends_chunks,
+    worker_config,
+)
 from segue.integrations.vllm.vllm_settings import ConnectorSettings
 from segue.kv import (
-    KINDS,
-    USABLE,
+    HOST,
     Change,
     Clock,
-    ConfigError,
     ErrorInfo,
     Internal,
     IoThread,
-    KVConfig,
     KVManager,
     KVPoll,
     KVReceiver,
@@ -47,30 +50,27 @@ from segue.kv import (
     LeaderId,
     MonotonicClock,
     Phase,
+    Rank,
+    ReadyEvent,
     Release,
     Role,
     RoomKey,
     SegueError,
     Span,
+    TransferFailed,
     background,
-    load_tls,
-    threads_on,
+    local_rank,
+    new_incarnation,
 )
 
 log = logging.getLogger("segue.vllm")
 
+_ALONE = WorkerPlace()
 #: Prefill leaders to which decode keeps sessions without a hand-off.
 _MAX_IDLE_PEERS = 64
 _QUERY_S = 5.0
-
-
-@dataclass(slots=True)
-class StepResults:
-    """Results of one step for vLLM: request ids, and reports for the scheduler side."""
-
-    finished_recving: set[str] = field(default_factory=set)
-    failed_recving: set[str] = field(default_factory=set)
-    reports: list[Report] = field(default_factory=list)
+#: Where a listener at all addresses is reached on its host.
+_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 @dataclass(slots=True)
@@ -100,8 +100,9 @@ class _WorkerHandoff:
 
 
 class WorkerSide:
-    """The hand-offs of one vLLM worker. `model` is the model's identity, which both sides must share. `clock`
-    and `make_manager` are for the simulator.
+    """The hand-offs of one vLLM engine, in its worker of rank 0. `model` is the model's identity, which both
+    sides must share. `place` are the worker's numbers, and `others` the other ranks' workers; `me` and
+    `others` are those of `lead`. `clock` and `make_manager` are for the simulator.
 
     Raises ConfigError for settings or a `pool` that do not work here.
     """
@@ -113,6 +114,9 @@ class WorkerSide:
         secret: bytes,
         model: str,
         pool: CachePool,
+        place: WorkerPlace = _ALONE,
+        me: LeaderId | None = None,
+        others: Sequence[Rank] = (),
         *,
         clock: Clock | None = None,
         make_manager: Callable[..., KVManager] = KVManager,
@@ -126,66 +130,52 @@ class WorkerSide:
         self._peers: dict[LeaderId, _PrefillPeer] = {}
         self._queries: IoThread | None = None
         self._server: asyncio.Server | None = None
-        #: sends of the step that runs: their KV is complete when its forward has ended
-        self._after_forward: list[SendOrder] = []
+        #: the end of the forward of the step that runs, if its chunks are sent
+        self._forward: ReadyEvent | None = None
         self._results = StepResults()
         #: why no hand-off is possible any more
         self._lost: SegueError | None = None
-        offered = KINDS.offered(",".join(settings.transport) or "auto", pool.memory)
-        usable = [name for name, reason in offered.items() if reason == USABLE]
-        if not usable:
-            raise ConfigError(f"no transport can be used: {offered}")
-        tls = None
-        if settings.tls_cert:
-            tls = load_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
-        config = KVConfig(
-            role=role,
-            model=model,
-            spec=pool.spec,
-            transports=usable,
-            host=settings.host,
-            port=settings.port,
-            advertise=settings.advertise_host or None,
-            transport_port=settings.transport_port,
-            secret=secret or None,
-            tls=tls,
-            kv_checksum=settings.kv_checksum,
-        )
-        # vLLM binds a worker's threads to cores that its forward needs.
-        with threads_on(settings.cpus or os.sched_getaffinity(os.getppid())):
-            self._manager = make_manager(config, pool.memory, self._on_change, on_rank_lost=self._on_lost)
+        me = me or LeaderId(new_incarnation())
+        config = worker_config(role, settings, secret, model, pool, place, me)
+        with cpus_of_parent(settings.cpus):
+            ranks = [local_rank(config, pool.memory, HOST), *others] if others else pool.memory
+            self._manager = make_manager(config, ranks, self._on_change, on_rank_lost=self._on_lost)
             host, port = self._manager.start()
         self.address = SessionAddress(
             config.me.incarnation, config.me.dp_rank, settings.advertise_host or host, port, False
         )
         if role is Role.PREFILL and settings.query_port:
             try:
-                self._serve_query(settings.host, settings.query_port)
+                self._serve_query(settings.host, settings.query_port, place.data_rank, secret)
             except SegueError:
                 self.close()
                 raise
-        log.info("KV hand-off: %s at %s:%d over %s", role.value, host, port, ", ".join(usable))
+        log.info("KV hand-off: %s at %s:%d over %s", role.value, host, port, ", ".join(config.transports))
 
     # ---- vLLM's calls, on the worker's thread ------------------------------------------------
 
     def begin_step(self, orders: Iterable[Order]) -> None:
-        """Carry out what needs no forward; called before it. Raises SegueError when this worker cannot hand
-        over KV any more, so that vLLM fails its health checks."""
+        """Carry out `orders`, before the step's forward. Its chunks are prepared and leave when it has ended.
+        Raises SegueError when this worker cannot hand over KV any more, so that vLLM fails its health
+        checks."""
         if self._lost is not None:
             raise self._lost
         if not self._manager.io.running:
             raise Internal("the thread of the KV hand-off has ended; start this vLLM again")
-        for order in orders:
-            if isinstance(order, SendOrder) and not order.ready:
-                self._after_forward.append(order)
-            else:
-                self._carry_out(order)
-
-    def end_forward(self) -> None:
-        """The KV of the step is complete in memory: send its chunks."""
-        orders, self._after_forward = self._after_forward, []
+        if self._forward is not None:
+            self._forward.end(TransferFailed("the forward that computes a chunk has not ended"))
+            self._forward = None
+        orders = list(orders)
+        if sends_chunks(orders):
+            self._forward = self._manager.ready()
         for order in orders:
             self._carry_out(order)
+
+    def end_forward(self) -> None:
+        """The KV of the step is complete in memory: its chunks leave."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            forward.signal()
 
     def take_results(self) -> StepResults:
         """Requests and hand-offs that have ended since the last call."""
@@ -196,7 +186,7 @@ class WorkerSide:
     def sizes(self) -> dict[str, int]:
         """The number of entries of every table, for leak checks: all 0 at rest but `peers`."""
         with self._lock:
-            own = {"halves": len(self._halves), "keys": len(self._by_key), "sends": len(self._after_forward)}
+            own = {"halves": len(self._halves), "keys": len(self._by_key)}
         return {**own, **self._manager.sizes()}
 
     def close(self) -> None:
@@ -245,7 +235,8 @@ class WorkerSide:
         # A unit that is not full yet goes with a later chunk.
         end = self._units(order.end) if order.last else order.end // self._unit
         if end > half.sent:
-            half.handle.send(Span(half.sent, end), order.blocks, b"" if order.last else None)
+            ready = None if order.ready else self._forward
+            half.handle.send(Span(half.sent, end), order.blocks, b"" if order.last else None, ready=ready)
             half.sent = end
 
     def _receive(self, order: ReceiveOrder) -> None:
@@ -313,9 +304,19 @@ class WorkerSide:
         io, name = self._query_thread(), f"asking {peer.host}:{peer.port} for the sessions of {peer.leader}"
         io.post(lambda: background(ask(), name=name, failed=not_answered))
 
-    def _serve_query(self, host: str, port: int) -> None:
-        io, answer = self._query_thread(), query_answer(self.address)
-        self._server = io.call(serve_query(host, port, answer), _QUERY_S)
+    def _serve_query(self, host: str, port: int, data_rank: int, secret: bytes) -> None:
+        io = self._query_thread()
+        if data_rank:
+            known, address = _LOCAL.get(host, host), self.address
+            work = partial(announce, known, port, data_rank, address, secret)
+            name = f"telling {known}:{port} where data-parallel rank {data_rank} is"
+            io.post(
+                lambda: background(work(), name=name, failed=lambda error: log.error("%s: %s", name, error))
+            )
+            return
+        ranks = RankDirectory()
+        ranks.add(0, self.address)
+        self._server = io.call(serve_query(host, port, ranks, secret), _QUERY_S)
 
     def _query_thread(self) -> IoThread:
         if self._queries is None:

@@ -1,0 +1,185 @@
+"""Tensor parallelism: the workers of one vLLM engine as ranks of one leader.
+
+The worker of rank 0 leads: it alone carries out orders and reports (`vllm_worker`). The others hand their own
+KV heads over when it asks them to, and say when the forward of a step has ended on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from segue.integrations.vllm.vllm_memory import CachePool
+from segue.integrations.vllm.vllm_orders import Order, Report, SendOrder
+from segue.integrations.vllm.vllm_settings import ConnectorSettings
+from segue.kv import (
+    HOST,
+    KINDS,
+    USABLE,
+    ConfigError,
+    Incarnation,
+    KVConfig,
+    LeaderId,
+    Rank,
+    RankLink,
+    RankListener,
+    RankWorker,
+    Role,
+    SegueError,
+    WorkerRank,
+    connect_rank,
+    load_tls,
+    local_rank,
+    new_incarnation,
+    threads_on,
+)
+
+log = logging.getLogger("segue.vllm")
+
+#: vLLM's workers reach this point within moments of each other: all have allocated their KV cache.
+_MEET_S = 60.0
+
+#: Gives the value of rank 0 to all ranks, as vLLM's `broadcast_object` does; others call it with None.
+Share = Callable[[tuple[str, bytes] | None], tuple[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """The numbers of one worker: among the data-parallel ranks of an instance on this host, each of which is
+    a leader of its own, and among the tensor-parallel ranks of its engine."""
+
+    data_rank: int = 0
+    tensor_rank: int = 0
+    tensor_ranks: int = 1
+
+
+@dataclass(slots=True)
+class StepResults:
+    """Results of one step for vLLM: request ids, and reports for the scheduler side."""
+
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+    reports: list[Report] = field(default_factory=list)
+
+
+def worker_config(
+    role: Role,
+    settings: ConnectorSettings,
+    secret: bytes,
+    model: str,
+    pool: CachePool,
+    place: WorkerPlace,
+    me: LeaderId,
+) -> KVConfig:
+    """The configuration of the leader `me`, as the worker at `place` has it. Each worker listens at its
+    number above the ports that the settings name. Raises ConfigError for settings or a `pool` that do not
+    work here."""
+    offered = KINDS.offered(",".join(settings.transport) or "auto", pool.memory)
+    usable = [name for name, reason in offered.items() if reason == USABLE]
+    if not usable:
+        raise ConfigError(f"no transport can be used: {offered}")
+    tls = None
+    if settings.tls_cert:
+        tls = load_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    number = place.data_rank * place.tensor_ranks + place.tensor_rank
+    return KVConfig(
+        role=role,
+        me=me,
+        model=model,
+        spec=pool.spec,
+        transports=usable,
+        host=settings.host,
+        port=settings.port and settings.port + place.data_rank,
+        advertise=settings.advertise_host or None,
+        transport_port=settings.transport_port and settings.transport_port + number,
+        secret=secret or None,
+        tls=tls,
+        kv_checksum=settings.kv_checksum,
+    )
+
+
+def lead(share: Share, place: WorkerPlace, cpus: Sequence[int] = ()) -> tuple[LeaderId, list[Rank]]:
+    """Meet the other ranks of this engine, on rank 0; `cpus` as in `cpus_of_parent`. Raises BootstrapTimeout,
+    which names those that did not come."""
+    me = LeaderId(new_incarnation())
+    if place.tensor_ranks == 1:
+        return me, []
+    listener = RankListener()
+    try:
+        share((me.incarnation, listener.invitation))
+        socks = listener.accept(range(1, place.tensor_ranks), _MEET_S)
+    finally:
+        listener.close()
+    with cpus_of_parent(cpus):
+        return me, [WorkerRank(i, RankLink(sock, f"rank {i}")) for i, sock in sorted(socks.items())]
+
+
+class RankSide:
+    """The worker of a rank above 0: it has KV heads, and decides nothing. Raises what `worker_config` does,
+    and BootstrapTimeout if rank 0 is not there."""
+
+    def __init__(
+        self,
+        role: Role,
+        settings: ConnectorSettings,
+        secret: bytes,
+        model: str,
+        pool: CachePool,
+        place: WorkerPlace,
+        share: Share,
+    ) -> None:
+        incarnation, invitation = share(None)
+        me = LeaderId(Incarnation(incarnation))
+        config = worker_config(role, settings, secret, model, pool, place, me)
+        self._lost: SegueError | None = None
+        #: the leader numbers the steps that send chunks in this order, too
+        self._steps = 0
+        self._sends = False
+        with cpus_of_parent(settings.cpus):
+            rank = local_rank(config, pool.memory, HOST, place.tensor_rank)
+            sock = connect_rank(invitation, place.tensor_rank, _MEET_S)
+            link = RankLink(sock, "rank 0", limits=config.limits)
+            self._worker = RankWorker(rank, link, self._on_lost)
+            self._worker.start()
+
+    def begin_step(self, orders: Iterable[Order]) -> None:
+        """See `WorkerSide.begin_step`."""
+        if self._lost is not None:
+            raise self._lost
+        self._sends = sends_chunks(orders)
+        self._steps += self._sends
+
+    def end_forward(self) -> None:
+        """See `WorkerSide.end_forward`."""
+        if self._sends:
+            self._worker.signal(self._steps)
+            self._sends = False
+
+    def take_results(self) -> StepResults:
+        """Nothing: rank 0 reports for all."""
+        return StepResults()
+
+    def sizes(self) -> dict[str, int]:
+        """See `WorkerSide.sizes`."""
+        return {}
+
+    def close(self) -> None:
+        """End the link and its thread."""
+        self._worker.close()
+
+    def _on_lost(self, error: SegueError) -> None:
+        self._lost = error
+
+
+def sends_chunks(orders: Iterable[Order]) -> bool:
+    """Whether KV leaves when the forward of this step has ended: each rank says so, by the step's number."""
+    return any(isinstance(order, SendOrder) and not order.ready for order in orders)
+
+
+def cpus_of_parent(cpus: Sequence[int]) -> AbstractContextManager[None]:
+    """Threads that are started within it run on `cpus`, or on all CPUs of the parent process: vLLM binds a
+    worker's threads to cores that its forward needs."""
+    return threads_on(cpus or os.sched_getaffinity(os.getppid()))
