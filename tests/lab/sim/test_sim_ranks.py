@@ -138,7 +138,7 @@ def test_a_flip_beside_the_prompt_strikes_no_token_of_another_rank(tokens: int, 
     transfer = TransferId(5, 0, LeaderId(Incarnation("p")), LeaderId(Incarnation("d")))
     machine = SimpleNamespace(pages=(7, 3), prompt_tokens=6)
     engine = SimpleNamespace(spec=SimpleNamespace(page_tokens=4), memory=bytearray(64))
-    node: Any = SimpleNamespace(engine=engine, exchange=SimpleNamespace(_machines={transfer: machine}))
+    node: Any = SimpleNamespace(engine=engine, exchange=SimpleNamespace(machines={transfer: machine}))
     rng: Any = SimpleNamespace(random=lambda: 0.0, randrange=lambda _: 0)
     content = Content((Plane(0, 1, 1, 4, 1, 1),), ((12, tokens),), 4)
     flips = BitFlips(Counter(), set())
