@@ -109,11 +109,12 @@ class KVSender(_Handle):
         not change until `Release`; the slot may change before the last chunk.
 
         With `layers` only that of the model's first so many layers is complete, and leaves now. The same span
-        follows with more layers, and at last without a number.
+        follows with more layers, and at last without a number. At the `ready` of one of them the layers of
+        those before are complete, too.
 
         Each rank waits for `ready` by itself before it reads the pages; other calls need not. If the hand-off
-        ends before, nothing of the chunk is read or sent. If `ready` never
-        comes, the hand-off ends by its deadline.
+        ends before, nothing of the chunk is read or sent. If `ready` never comes, the hand-off ends by its
+        deadline.
         """
         chunk = events.SendChunk(self.key, span, _page_ids(pages), slot, layers, ready)
         if metadata is None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_manager import spec
 
-from segue.kv.errors import BootstrapTimeout, Internal, OutOfCapacity
+from segue.kv.errors import BootstrapTimeout, Internal, OutOfCapacity, TransferFailed
 from segue.kv.ids import LeaderId, RankId, TransferId, new_incarnation
 from segue.kv.layout.content import Content, whole_pages
 from segue.kv.layout.spec import PoolSpec
@@ -244,5 +244,31 @@ def test_a_fence_answers_each_write_and_checksum_that_waits_and_leaves_those_of_
         assert sorted(written) == [2, 3, 6, 7, 8, 9]
         await asyncio.sleep(0)
         assert ("hash", 5) not in rig.asked, "its checksum went with the fence of its epoch"
+
+    run(test)
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_kv_that_never_comes_answers_each_write_and_checksum_and_none_is_done(asked_before: bool) -> None:
+    transfer = TransferId(5, 0, PEER.leader, PEER.leader)
+
+    async def test(rig: Rig) -> None:
+        ready = ReadyEvent(1, Waits(ThreadPerCall("waits")))
+        never = TransferFailed("the forward has failed")
+        if not asked_before:
+            ready.end(never)
+        rig.rank.write("one", PEER, 7, 1, (), ready)
+        rig.rank.write("two", PEER, 7, 2, (), ready)
+        rig.rank.checksum(events.ComputeChecksum(transfer, 0, 3, Content((), ()), epoch=7, ready=ready))
+        if asked_before:
+            assert (rig.moved, rig.hashed) == ([], [])
+            ready.end(never)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        answers = [(name, event.tag, event.error) for _, name, event in rig.moved]
+        assert answers == [("one", 1, never), ("two", 2, never)]
+        assert [(answer.tag, answer.error) for answer in rig.hashed] == [(3, never.info)]
+        assert not any(transport.written.qsize() for transport in rig.transports.values())
+        assert ("hash", 3) not in rig.asked
 
     run(test)

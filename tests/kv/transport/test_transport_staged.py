@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -16,7 +17,7 @@ import torch
 from areas import whole
 from ranks import rank
 from segue.kv.config import KVConfig
-from segue.kv.errors import ConfigError, ErrorCode, SegueError, TransferFailed
+from segue.kv.errors import ConfigError, ErrorCode, OutOfCapacity, SegueError, TransferFailed
 from segue.kv.handles import Change
 from segue.kv.ids import ChecksumKind, KVPoll, RankId, Role, RoomKey, Span, new_room
 from segue.kv.layout.blocks import CopyBlock
@@ -28,9 +29,12 @@ from segue.kv.transport.epochs import Grants
 from segue.kv.transport.kinds import KINDS
 from segue.kv.transport.memory.pool_memory import Memory, Region, allocate, host_region
 from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.paths import Write
+from segue.kv.transport.staged import staged_transport
 from segue.kv.transport.staged import staged_wire as wire
-from segue.kv.transport.staged.staged_copies import Copies, pack
-from segue.kv.transport.staged.staged_in import InPiece, StagedReader
+from segue.kv.transport.staged.staged_copies import Copies, PackedPiece, pack
+from segue.kv.transport.staged.staged_in import MAX_PIECES, InPiece, StagedReader
+from segue.kv.transport.staged.staged_out import StagedWriter
 from segue.kv.transport.staged.staged_slots import Slots
 from segue.kv.transport.staged.staged_transport import StagedTransport, StagedTuning
 
@@ -148,6 +152,17 @@ def test_slots_are_given_in_turn_and_no_peer_has_more_than_half() -> None:
     slots.give(100)
     assert got[5:] == [("b", 100)]
     assert slots.held == 4
+
+
+def test_a_peer_that_had_to_wait_for_its_share_is_next_and_not_last() -> None:
+    slots = Slots(0, 10, 2)
+    got: list[str] = []
+    for name in ("a1", "a2", "b1", "b2", "c1"):
+        slots.take(name[0], lambda _, name=name: got.append(name) or True)
+    assert got == ["a1", "b1"]
+    slots.give(0)
+    slots.give(10)
+    assert got == ["a1", "b1", "a2", "b2"]
 
 
 def test_pieces_hold_what_a_slot_holds_and_all_of_it() -> None:
@@ -328,6 +343,74 @@ def test_a_slot_is_given_on_when_neither_end_writes_there(word: msgspec.Struct |
     assert [type(event) for event in host.events] == ([PeerGone, Forgotten] if word is None else [])
 
 
+def test_a_writer_asks_for_a_bounded_number_of_slots() -> None:
+    host = Reading()
+    for number in range(MAX_PIECES):
+        host.path.told(wire.Want(number, 7, 10))
+    with pytest.raises(TransferFailed, match="more than 64 slots"):
+        host.path.told(wire.Want(MAX_PIECES, 7, 10))
+    assert len(host.path.pieces) == MAX_PIECES
+
+
+class Writing:
+    """The transport of one writing path, with four slots."""
+
+    def __init__(self) -> None:
+        self.out_slots, self.slot_bytes, self.max_waiting = Slots(0, 64, 4), 64, 8
+        self.said: list[msgspec.Struct] = []
+        self.events: list[TransportEvent] = []
+        self.copies: list[Callable[[SegueError | None], None]] = []
+        self.numbers = iter(range(1, 99))
+        self.path = StagedWriter(
+            self, WRITER, 4096, 64, lambda message, _: self.said.append(message), no, no, threading.Event()
+        )
+
+    def number(self) -> int:
+        return next(self.numbers)
+
+    def now(self) -> float:
+        return 0.0
+
+    def copy_out(self, packed: PackedPiece, slot: int, ended: Callable[[SegueError | None], None]) -> None:
+        self.copies.append(ended)
+
+    def inner_write(self, peer: RankId, epoch: int, tag: int, block: CopyBlock) -> None: ...
+
+    def inner_fence(self, peer: RankId, epoch: int) -> None: ...
+
+    def emit(self, event: TransportEvent) -> None:
+        self.events.append(event)
+
+    def writer_gone(self, path: StagedWriter) -> bool:
+        return True
+
+
+def no() -> None:
+    """Not done."""
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_fence_of_a_path_that_broke_proves_nothing_of_a_piece_that_was_filled(filled: bool) -> None:
+    """The reader may still copy it. Nothing is answered before our own copies have ended."""
+    host = Writing()
+    host.path.write(Write(7, 1, 128, 0.0), [CopyBlock(0, 0, 1, 128)])
+    for number in (1, 2):
+        host.path.told(wire.SlotGranted(number, 50 + number, 0))
+    if filled:
+        host.copies[0](None)
+        host.path.moved(1, Written(WRITER, 51, 1, 64, 0.0))
+        assert isinstance(host.said[-1], wire.Filled)
+    host.path.end(TransferFailed("cut"))
+    host.path.fence(7)
+    assert host.events == []
+    for ended in host.copies[filled:]:
+        ended(None)
+    kinds = [type(event) for event in host.events]
+    assert kinds == [WriteFailed, Fenced, PeerGone]
+    assert host.events[1] == Fenced(WRITER, 7, not filled)
+    assert host.out_slots.held == 0
+
+
 def test_a_proof_of_the_inner_transport_frees_a_slot_without_a_word() -> None:
     host = Reading()
     host.path.told(wire.Want(1, 7, 10))
@@ -388,6 +471,52 @@ def test_a_path_ends_with_its_inner_path_though_nothing_is_written(name: str) ->
         assert isinstance(writer.wait(1)[0], Written)
         reader.transport._inner.close()  # type: ignore[attr-defined]
         assert isinstance(writer.wait(1)[0], PeerGone)
+
+
+def test_a_copy_that_hangs_holds_up_the_end_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device may hang. Its slots stay mapped, for it might still copy."""
+    monkeypatch.setattr(staged_transport, "_CLOSE_S", 0.2)
+    goes_on = threading.Event()
+    with ends("staged_tcp", 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        copies, began = writer.transport._copies, threading.Event()  # type: ignore[attr-defined]
+        slots, out, done = copies._slots, copies.out, threading.Event()
+
+        def hangs(blocks: list[CopyBlock], slot: int) -> None:
+            began.set()
+            assert goes_on.wait(PATIENCE_S)
+            out(blocks, slot)
+            done.set()
+
+        copies.out = hangs
+        writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+        assert began.wait(PATIENCE_S)
+        writer.transport.close()
+        assert "must stay" in caplog.text
+        goes_on.set()
+        assert done.wait(PATIENCE_S), "the slots are there"
+        slots.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pool_without_memory_for_slots_leaves_nothing_open(name: str) -> None:
+    transport = KINDS.create(name, lambda _: None, TransportOptions(me=rank("aaaa"), staging_bytes=2**50))
+    before = sockets()
+    with pytest.raises(OutOfCapacity, match="lower staging_bytes"):
+        transport.register(Memory([host_region(np.zeros(64, np.uint8))]))
+    assert sockets() == before
+    transport.close()
+
+
+def sockets() -> int:
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return found
 
 
 # ---- hand-offs ---------------------------------------------------------------------------------------

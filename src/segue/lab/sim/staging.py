@@ -67,7 +67,7 @@ class SimEvent:
 
 
 class SimCopying:
-    """The threads that copy, as production's executor."""
+    """The threads that copy, as `CopyThreads`."""
 
     def __init__(self, node: KVView) -> None:
         self._node = node
@@ -76,9 +76,9 @@ class SimCopying:
         self._closed = False
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run it on the next free thread. Raises RuntimeError after the end."""
+        """Run it on the next free thread."""
         if self._closed:
-            raise RuntimeError("cannot schedule new futures after shutdown")
+            return
         self._work.append(work)
         self._threads = [thread for thread in self._threads if not thread.over]
         if len(self._threads) < _COPY_THREADS:
@@ -86,15 +86,14 @@ class SimCopying:
             self._threads.append(thread)
             self._node.after(self._node.world_timing.hop_s * self._node.rng.random(), thread.run)
 
-    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+    def close(self, _timeout_s: float) -> bool:
         """End all; the wait takes no virtual time."""
-        assert wait
-        assert cancel_futures
         self._closed = True
         self._work.clear()
         for thread in self._threads:
             while not thread.over:
                 thread.run()
+        return True
 
     def _run(self) -> None:
         while self._work:

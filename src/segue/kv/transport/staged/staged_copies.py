@@ -5,7 +5,10 @@ The bytes in a slot are packed: the rows of the blocks, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +46,37 @@ def pack(blocks: Sequence[CopyBlock], slot_bytes: int) -> Iterator[PackedPiece]:
         at += b.nbytes
     if out:
         yield PackedPiece(out, into, at)
+
+
+class CopyThreads:
+    """Threads called `name` that run submitted work, which must not raise. They end with the process, even if
+    a copy of a device hangs."""
+
+    def __init__(self, name: str, count: int = 2) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work` soon; dropped after `close`."""
+        self._work.put(work)
+
+    def close(self, timeout_s: float) -> bool:
+        """Run nothing more that waits. True once nothing runs, False if something still does after
+        `timeout_s`. Idempotent."""
+        self._closed = True
+        for _ in self._threads:
+            self._work.put(None)
+        ends_at = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None and not self._closed:
+            work()
 
 
 class Copies:

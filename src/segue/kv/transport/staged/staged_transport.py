@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -36,6 +35,7 @@ from segue.kv.errors import (
     DECODE_ERRORS,
     BootstrapTimeout,
     ConfigError,
+    OutOfCapacity,
     PeerLost,
     PeerRefused,
     SegueError,
@@ -67,7 +67,7 @@ from segue.kv.transport.net.stream import Channel
 from segue.kv.transport.options import TransportOptions
 from segue.kv.transport.paths import Paths, Write, not_granted
 from segue.kv.transport.shm.shm_transport import ShmTransport
-from segue.kv.transport.staged.staged_copies import Copies, PackedPiece, pin, unpin
+from segue.kv.transport.staged.staged_copies import Copies, CopyThreads, PackedPiece, pin, unpin
 from segue.kv.transport.staged.staged_in import InPiece, StagedReader
 from segue.kv.transport.staged.staged_out import StagedWriter
 from segue.kv.transport.staged.staged_slots import Slots
@@ -107,9 +107,9 @@ class StagedHost:
 
     net: Net = NET
 
-    def copying(self, name: str) -> Executor:
+    def copying(self, name: str) -> CopyThreads:
         """The threads that copy."""
-        return ThreadPoolExecutor(2, thread_name_prefix=name)
+        return CopyThreads(name)
 
     def event(self) -> threading.Event:
         """Something that a connecting thread waits for."""
@@ -201,10 +201,18 @@ class StagedTransport(Transport):
         with self._lock:
             self._paths.check_register(memory)
             sock = self._sockets.listen()
-            self._slots = slots = self._host.slots(self._slots_bytes)
-            pin(slots, memory)
+            try:
+                self._slots = slots = self._host.slots(self._slots_bytes)
+                inner = self._inner.register(slots)
+                pin(slots, memory)
+            except OutOfCapacity as exc:
+                sock.close()
+                text = f"no memory for {self._slots_bytes} bytes of staging slots; lower staging_bytes"
+                raise OutOfCapacity(text) from exc
+            except BaseException:
+                sock.close()
+                raise
             self._copies = self._host.copies(memory, slots)
-            inner = self._inner.register(slots)
             self._paths.memory = memory
             key = handshake.new_key(self._net.random_bytes)
             self._listener = AuthenticatedListener(
@@ -312,13 +320,17 @@ class StagedTransport(Transport):
             if self._emitter.closed:
                 return
             self._emitter.closed = True
-        self._copying.shutdown(wait=True, cancel_futures=True)
+        quiet = self._copying.close(_CLOSE_S)
         self._inner.close()
         self._loop.stop(self._release, _CLOSE_S)
+        if not quiet:  # the slots stay as they are, for what still copies
+            log.error("a copy of %s did not end within %g s; its memory must stay", self.name, _CLOSE_S)
+            return
         memory, slots, self._slots, self._copies = self._paths.memory, self._slots, None, None
         self._paths.memory = None
-        if slots is not None and memory is not None:
-            unpin(slots, memory)
+        if slots is not None:
+            if memory is not None:
+                unpin(slots, memory)
             slots.close()
 
     # ---- on the loop: who is there -------------------------------------------------------------------
@@ -438,10 +450,7 @@ class StagedTransport(Transport):
                 error = TransferFailed(f"a copy of {self.name} failed: {exc!r}")
             self._loop.post(partial(ended, error))
 
-        try:
-            self._copying.submit(run)
-        except RuntimeError as exc:  # it is being closed
-            self._loop.post(partial(ended, TransferFailed(f"{self.name} copies no more: {exc}")))
+        self._copying.submit(run)
 
     def inner_write(self, peer: RankId, epoch: int, tag: int, block: CopyBlock) -> None:
         """Write a slot of ours to one of the peer."""
