@@ -28,7 +28,7 @@ def check(seeds: range) -> Counter[str]:
 
 
 def test_engine_core_lives_under_the_simulators_faults() -> None:
-    counts = check(range(4))
+    counts = check(range(8))
     for what in ("loads", "preemptions", "clients that left", "ended error"):
         assert counts[f"vllm: {what}"], what
 
@@ -56,7 +56,7 @@ def test_a_seed_is_the_same_run() -> None:
 )
 def test_a_bug_ends_the_run(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, text: str) -> None:
     monkeypatch.setattr(kind, name, lambda *_: False)
-    outcomes = (run(seed) for seed in range(4))
+    outcomes = (run(seed) for seed in range(40))
     found = next((outcome for outcome in outcomes if outcome.failed), None)
     assert found is not None
     assert text in found.text
