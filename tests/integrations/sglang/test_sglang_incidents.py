@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sglang_pair import PAGE, Rank, at_rest, wait_for
+from sglang_pair import ADDRESS, PAGE, Rank, at_rest, wait_for
 
 from segue.integrations.sglang.sglang_handoffs import (
     FENCE_S,
@@ -153,6 +153,7 @@ def test_a_prefill_that_dies_fails_its_requests_and_its_successor_serves() -> No
     wait_for(lambda: sender.poll() is SglPoll.WAITING_FOR_INPUT, receiver.poll)
     prefill.close()
     wait_for(lambda: receiver.poll() is SglPoll.FAILED)
+    assert forgotten == [ADDRESS]
     receiver.ensure_abort_notified()
     assert receiver.failure().text
     wait_for(lambda: decode.handoffs.release_safe(room))

@@ -123,6 +123,9 @@ class SegueKVManager(CommonKVManager):
         settings = backend_settings(os.environ)
         facts = scheduler_facts()
         check_scheduler(facts, settings.device_memory)
+        if facts.device == "cpu":
+            # Otherwise SGLang's overlap scheduling records a CUDA event for a prompt whose prefix is cached.
+            envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.set(False)
         #: the memory of the KV if it is a GPU's
         self.cuda = CudaMemory(args.gpu_id) if facts.device == "cuda" else None
         pool = page_pool(args, mla=bool(is_mla_backend), region=self.cuda.region if self.cuda else Region)
@@ -148,8 +151,8 @@ class SegueKVManager(CommonKVManager):
         self._waiting = threading.BoundedSemaphore(_MAX_CALLS)
         self._bootstrap_url = ""
         self._rows: dict[tuple[str, int], PrefillRow] = {}
-        #: prefills that do not fit, by their bootstrap address: why
-        self.refused: dict[str, str] = {}
+        #: prefills that do not fit or do not answer, by their bootstrap address: why
+        self.refused: dict[str, tuple[type[SegueError], str]] = {}
         #: the request whose sender is made now
         self.intake: Intake | None = None
         #: around prefill's allocator
@@ -227,17 +230,22 @@ class SegueKVManager(CommonKVManager):
                 sizes = self.prefill_info_table[bootstrap_addr].attn_tp_size, self.attn_tp_size
                 if sizes[0] != sizes[1]:
                     raise LayoutMismatch(f"prefill has --tp-size {sizes[0]}, decode {sizes[1]}: use the same")
+                self.refused.pop(bootstrap_addr, None)
+            else:
+                text = f"no prefill answers at the bootstrap server {bootstrap_addr}"
+                self._refuse(bootstrap_addr, BootstrapUnreachable, text)
         except (RuntimeError, AssertionError, TypeError, SegueError) as error:
             self.prefill_info_table.pop(bootstrap_addr, None)
-            if self.refused.get(bootstrap_addr) != str(error):
-                log.error("prefill at %s is refused: %s", bootstrap_addr, error)
-            if len(self.refused) >= _MAX_CALLS:
-                self.refused.clear()
-            self.refused[bootstrap_addr] = str(error)
+            self._refuse(bootstrap_addr, LayoutMismatch, str(error))
             return False
-        if found:
-            self.refused.pop(bootstrap_addr, None)
         return found
+
+    def _refuse(self, address: str, kind: type[SegueError], text: str) -> None:
+        if self.refused.get(address) != (kind, text):
+            log.error("prefill at %s cannot be used: %s", address, text)
+        if len(self.refused) >= _MAX_CALLS:
+            self.refused.clear()
+        self.refused[address] = kind, text
 
     def prefill_row(self, address: str, dp_rank: int) -> PrefillRow:
         """The prefill rank that this rank receives from. Raises SegueError if there is none, or another
@@ -442,11 +450,10 @@ class SegueKVReceiver(BaseKVReceiver):
 
     def abort(self) -> None:
         """SGLang ends the request, also because its prefill was refused or cannot be found."""
-        address = self.bootstrap_addr
-        if address in self.kv_mgr.refused:
-            self.half.fail(LayoutMismatch(self.kv_mgr.refused[address]))
-        elif self.half.leader is None and address not in self.kv_mgr.prefill_info_table:
-            self.half.fail(BootstrapUnreachable(f"no prefill answers at the bootstrap server {address}"))
+        refused = self.kv_mgr.refused.get(self.bootstrap_addr)
+        if self.half.leader is None and refused is not None:
+            kind, text = refused
+            self.half.fail(kind(text))
         self.half.abort()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:

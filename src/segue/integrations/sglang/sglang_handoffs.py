@@ -57,6 +57,7 @@ ASK_AFTER_S = 2.0
 #: After these the address of a prefill may belong to another process.
 _PEER_GONE = frozenset(
     {
+        ErrorCode.DRAINING,
         ErrorCode.PEER_LOST,
         ErrorCode.PEER_RESTARTED,
         ErrorCode.PEER_REFUSED,
