@@ -136,6 +136,7 @@ class SimNet(Net):
         sock = self._joined(listener)
         thread.sleep(self.streams.latency_s * self._rng.random())
         if sock.error is not None:
+            sock.close()  # nobody else has it
             raise sock.error
         return sock
 
