@@ -53,6 +53,7 @@ TESTS = {
         "engine/test_prefix_journal.py",
         "server/schedulers",
     ),
+    "integrations/vllm": ("integrations/vllm",),
     "kv/layout": ("kv/layout",),
     "kv/manager.py": ("kv/manager", "kv/protocol"),
     "kv/protocol": ("kv/protocol", "kv/manager"),

@@ -33,9 +33,11 @@ CPU_ATTN = CacheFacts(
 )
 
 
-def make_caches(shared: bool = False, heads: int = HEADS) -> tuple[dict[str, torch.Tensor], SharedPoolMode]:
+def make_caches(
+    shared: bool = False, mode: SharedPoolMode | None = None, *, heads: int = HEADS
+) -> tuple[dict[str, torch.Tensor], SharedPoolMode]:
     """One allocation for all layers, as vLLM makes it: `[blocks, heads, block_size, 2 * head_size]` each."""
-    mode = SharedPoolMode()
+    mode = mode or SharedPoolMode()
     nbytes = LAYERS * BLOCKS * heads * BLOCK * 2 * DIM * 4
     if shared:
         with mode:
@@ -133,7 +135,7 @@ def make_engine(
         table = PrefillTable(MODEL, pool, block, settings, secret)
     else:
         table = DecodeTable(MODEL, pool, block, settings, secret, policy=policy)
-    made = [make_caches(shared, HEADS // ranks) for _ in range(ranks)]
+    made = [make_caches(shared, heads=HEADS // ranks) for _ in range(ranks)]
     pools = [
         cache_pool(caches, replace(facts, tensor_rank=rank, tensor_ranks=ranks), mode.memory)
         for rank, (caches, mode) in enumerate(made)
