@@ -84,6 +84,14 @@ def test_own_memory() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "KV equal\n", "")
 
 
+def test_agent() -> None:
+    """With every warning of Python an error, also in the agents."""
+    command = [sys.executable, str(ROOT / "examples" / "agent.py")]
+    environ = os.environ | {"PYTHONWARNINGS": "error"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environ)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "metadata 42, KV equal\n", "")
+
+
 def test_rank_worker() -> None:
     command = [sys.executable, str(ROOT / "examples" / "rank_worker.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

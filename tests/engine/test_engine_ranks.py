@@ -24,7 +24,8 @@ from segue.kv.errors import (
     RankDivergence,
     TransferFailed,
 )
-from segue.kv.ranks.rank_link import RankLink, encode
+from segue.kv.process_link import encode
+from segue.kv.ranks.rank_link import RankLink
 
 PROMPT = [5, 9, 33, 7, 21, 60, 2, 2, 90]
 STEP = SequenceStep(1, PROMPT, 0, [0], True)

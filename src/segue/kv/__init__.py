@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from segue.kv.agent.kv_agent import KVAgent as KVAgent
     from segue.kv.agreement import Agreement as Agreement
     from segue.kv.clock import Clock as Clock
     from segue.kv.clock import VirtualClock as VirtualClock
@@ -129,6 +130,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     name: module
     for module, names in {
+        "segue.kv.agent.kv_agent": "KVAgent",
         "segue.kv.agreement": "Agreement",
         "segue.kv.clock": "Clock VirtualClock",
         "segue.kv.config": "HOST KVConfig LeaderRuntime SessionConfig",

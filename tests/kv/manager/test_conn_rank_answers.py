@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 from test_worker_rank import FULL, PEER, Owner, Refusing, with_raw_worker
 
+from segue.kv import process_link
 from segue.kv.errors import BootstrapTimeout, PeerLost, RequestTooLarge, SegueError, TransferFailed
 from segue.kv.ids import RankId, TransferId
 from segue.kv.io import LoopIo
 from segue.kv.layout.content import Content
 from segue.kv.limits import Limits
 from segue.kv.path_figures import PathFigures
+from segue.kv.process_link import Frames, PongAnswer, encode
 from segue.kv.protocol import events
-from segue.kv.ranks import rank_link
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S
-from segue.kv.ranks.rank_link import Frames, RankLink, encode
+from segue.kv.ranks.rank_link import RankLink
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
 from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
@@ -340,7 +341,7 @@ def test_a_worker_closes_its_link_only_after_its_transports() -> None:
 
 
 def test_messages_are_found_wherever_the_bytes_are_cut() -> None:
-    said: list[Any] = [wire.PongAnswer(), wire.DoneAnswer(3), wire.MovedAnswer("shm", Fenced(PEER, 5, True))]
+    said: list[Any] = [PongAnswer(), wire.DoneAnswer(3), wire.MovedAnswer("shm", Fenced(PEER, 5, True))]
     data = b"".join(encode(message) for message in said)
     for size in (1, 3, 7, len(data)):
         frames = Frames(wire.HandOff)
@@ -355,12 +356,12 @@ def test_a_message_as_long_as_may_be_is_said_and_heard_and_a_longer_one_is_neith
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     message = wire.GrantCommand("shm", PEER, 5, list(range(100)), None)
-    longest = len(encode(message)) - rank_link.HEAD.size
-    monkeypatch.setattr(rank_link, "MAX_BYTES", longest)
+    longest = len(encode(message)) - process_link.HEAD.size
+    monkeypatch.setattr(process_link, "MAX_BYTES", longest)
     data = encode(message)
     assert Frames(wire.HandOff).feed(data) == [message]
-    monkeypatch.setattr(rank_link, "MAX_BYTES", longest - 1)
+    monkeypatch.setattr(process_link, "MAX_BYTES", longest - 1)
     with pytest.raises(RequestTooLarge):
         encode(message)
     with pytest.raises(TransferFailed, match="are taken"):
-        Frames(wire.HandOff).feed(data[: rank_link.HEAD.size])
+        Frames(wire.HandOff).feed(data[: process_link.HEAD.size])

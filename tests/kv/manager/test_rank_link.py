@@ -14,12 +14,14 @@ import msgspec
 import pytest
 
 from hand_loop import HandLoop
+from segue.kv import process_link
 from segue.kv.errors import PeerLost, RequestTooLarge, SegueError, TransferFailed
 from segue.kv.io import IoThread
 from segue.kv.limits import Limits
+from segue.kv.process_link import Frames, PingCommand, PongAnswer, encode
 from segue.kv.ranks import rank_link
 from segue.kv.ranks import rank_wire as wire
-from segue.kv.ranks.rank_link import Frames, RankLink, encode
+from segue.kv.ranks.rank_link import RankLink
 
 
 class Wire:
@@ -68,7 +70,7 @@ class Rig:
         self.link.data_received(b"".join(map(encode, messages)))
 
 
-PING, PONG, DONE = wire.PingCommand(), wire.PongAnswer(), wire.DoneAnswer(1)
+PING, PONG, DONE = PingCommand(), PongAnswer(), wire.DoneAnswer(1)
 
 
 def test_a_question_whether_one_is_there_is_answered_and_is_no_message() -> None:
@@ -235,13 +237,13 @@ def test_as_much_as_is_allowed_and_no_byte_more_is_sent_or_taken(
 ) -> None:
     one, other, raw = ends
     longest = Count(1, bytes(100))
-    nbytes = len(encode(longest)) - rank_link.HEAD.size
-    monkeypatch.setattr(rank_link, "MAX_BYTES", nbytes)
+    nbytes = len(encode(longest)) - process_link.HEAD.size
+    monkeypatch.setattr(process_link, "MAX_BYTES", nbytes)
     one.post(longest)
     assert other.receive(60.0) == longest
     with pytest.raises(RequestTooLarge, match=f"{nbytes + 1} bytes; at most {nbytes}"):
         one.post(Count(1, bytes(101)))
-    raw.sendall(rank_link.HEAD.pack(nbytes + 1))
+    raw.sendall(process_link.HEAD.pack(nbytes + 1))
     with pytest.raises(TransferFailed, match=f"a frame of {nbytes + 1} bytes"):
         one.receive(60.0)
 

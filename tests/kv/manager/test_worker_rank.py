@@ -50,10 +50,11 @@ from segue.kv.layout.content import Content
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
+from segue.kv.process_link import PingCommand, encode
 from segue.kv.protocol import events
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks import rank_worker
-from segue.kv.ranks.rank_link import RankLink, encode
+from segue.kv.ranks.rank_link import RankLink
 from segue.kv.ranks.rank_listener import RankListener
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
@@ -419,7 +420,7 @@ def test_a_worker_that_says_nonsense_or_gives_up_is_lost_and_everything_is_answe
         rank.checksum(events.ComputeChecksum(transfer, 0, 8, Content((), ())))
         worker.sendall(said)
         await owner.until(lambda: any(isinstance(heard, SegueError) for heard in owner.heard))
-        worker.sendall(encode(wire.PingCommand()))
+        worker.sendall(encode(PingCommand()))
         await asyncio.sleep(0.05)
         rank.fence("shm", PEER, 6)
         kinds = [type(heard).__name__ for heard in owner.heard]

@@ -176,7 +176,7 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
         "kv/ranks/local_rank.py",
         "kv/ranks/rank_listener.py",  # a unix socket of this host
         "kv/ranks/rank_worker.py",  # what its leader tells it
-        "kv/ranks/rank_link.py",  # a socket that is connected already
+        "kv/process_link.py",  # a socket that is connected already
         "kv/transport/tcp/tcp_sockets.py",
         "kv/transport/tcp/tcp_net.py",  # what it is told to, by the one before
         "kv/transport/shm/shm_out.py",

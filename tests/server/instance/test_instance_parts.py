@@ -30,7 +30,7 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import Incarnation, LeaderId, Role, successor
 from segue.kv.limits import Limits
-from segue.kv.ranks.rank_link import encode
+from segue.kv.process_link import encode
 from segue.lab.sim.sim_engine import lineage_spec
 from segue.server.instance import integrity
 from segue.server.instance import rank_workers as workers

@@ -1,6 +1,4 @@
-"""The link between a leader and the process of one of its ranks: one connected socket, one framing.
-
-    frame   unsigned 32-bit length of the body, body (msgpack)
+"""The link between a leader and the process of one of its ranks.
 
 Two kinds of messages go over it, each in the order in which it was sent. Messages of the hand-off
 (`rank_wire`) are handled on the link's thread, while the engine computes. Messages of the engine, if it has
@@ -9,88 +7,21 @@ any, wait until one of its threads takes them with `receive`.
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import socket
-import struct
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import msgspec
-
-from segue.kv.errors import (
-    DECODE_ERRORS,
-    BootstrapTimeout,
-    ErrorInfo,
-    PeerLost,
-    RequestTooLarge,
-    SegueError,
-    TransferFailed,
-)
-from segue.kv.io import Io, IoThread
+from segue.kv.errors import BootstrapTimeout, PeerLost, SegueError
+from segue.kv.io import Io
 from segue.kv.limits import Limits
+from segue.kv.process_link import ProcessLink
 from segue.kv.ranks import rank_wire as wire
 
-HEAD = struct.Struct("!I")
-#: More than the blocks of any chunk, the pages of any prompt, or any step takes: 64 sequences of 4,096 tokens
-#: with all their pages take less than 4 MiB.
-MAX_BYTES = 64 * 2**20
 #: Limit of the engine's messages; the other end waits for an answer after one or two.
 MAX_WAITING = 64
-#: For a loop to take a connected socket.
-OPEN_S = 10.0
 
 
-def _plain(value: Any) -> ErrorInfo:
-    if isinstance(value, SegueError):
-        return value.info
-    raise NotImplementedError(f"{type(value).__name__} in a message between a leader and its rank")
-
-
-def _error(kind: type, value: Any) -> SegueError:
-    assert kind is SegueError
-    return msgspec.convert(value, ErrorInfo).exception()
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """One frame. RequestTooLarge beyond `MAX_BYTES`."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_BYTES:
-        raise RequestTooLarge(
-            f"{type(message).__name__} for a rank takes {len(body)} bytes; at most {MAX_BYTES} may"
-        )
-    return HEAD.pack(len(body)) + body
-
-
-class Frames:
-    """Bytes in, messages out: those of the union `kinds`."""
-
-    def __init__(self, kinds: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds, dec_hook=_error)
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Any]:
-        """The messages that are complete now. Raises TransferFailed for bytes that are no message."""
-        self._buffer += data
-        found: list[Any] = []
-        while len(self._buffer) >= HEAD.size:
-            (length,) = HEAD.unpack_from(self._buffer)
-            if length > MAX_BYTES:
-                raise TransferFailed(f"a frame of {length} bytes, at most {MAX_BYTES} are taken")
-            if len(self._buffer) < HEAD.size + length:
-                break
-            try:
-                found.append(self._decoder.decode(self._buffer[HEAD.size : HEAD.size + length]))
-            except DECODE_ERRORS as exc:
-                raise TransferFailed(f"unreadable message between a leader and its rank: {exc}") from exc
-            del self._buffer[: HEAD.size + length]
-        return found
-
-
-class RankLink(asyncio.Protocol):
+class RankLink(ProcessLink):
     """One end of the link between a leader and the process of one of its ranks, over `sock`: a connected
     stream socket, which the link closes. Errors call the other end `name`. A `WorkerRank` takes the leader's
     end, a `RankWorker` that of the rank.
@@ -112,35 +43,12 @@ class RankLink(asyncio.Protocol):
         messages: Any = None,
         io: Io | None = None,
     ) -> None:
-        self.name = name
-        self.limits = limits or Limits()
-        self.io: Io = io or IoThread()
-        self._own_io = io is None
-        self._lasting = messages is not None
-        self._frames = Frames(wire.HandOff if messages is None else wire.HandOff | messages)
+        #: before the first message arrives, which is while the base class is made
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[wire.ReadyAnswer | None] = queue.SimpleQueue()
-        self._received: Callable[[Any], None] | None = None
-        self._ended: Callable[[SegueError, bool], None] | None = None
-        self._transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._heard_at = self._ping_due = 0.0
-        #: why nothing is sent or heard any more; `_over`: the other end has closed
-        self._error: SegueError | None = None
-        self._over = False
-        self._lost = asyncio.Event()
-        if self._own_io:
-            self.io.start()
-        self.io.call(self._open(sock), OPEN_S)
-
-    async def _open(self, sock: socket.socket) -> None:
-        await self.io.loop.create_connection(lambda: self, sock=sock)
-
-    # ---- from any thread -------------------------------------------------------------------------
-
-    def post(self, message: msgspec.Struct) -> None:
-        """Send `message`; nothing is sent once the link has ended. Raises RequestTooLarge beyond 64 MiB."""
-        self.io.post(self._write, encode(message))
+        self._lasting = messages is not None
+        kinds = wire.HandOff if messages is None else wire.HandOff | messages
+        super().__init__(sock, name, kinds, limits=limits, io=io)
 
     def receive(self, within_s: float | None = None) -> Any:
         """The next of the engine's messages; without `within_s` it waits until the link ends. Raises PeerLost
@@ -170,144 +78,24 @@ class RankLink(asyncio.Protocol):
     def release(self) -> None:
         """A `WorkerRank` or a `RankWorker` is through with it. Idempotent."""
         if self._lasting:
-            self.io.post(self._detach)
+            self.io.post(self.detach)
         else:
             self.close()
 
-    def close(self) -> None:
-        """End it when what was sent has been read; the other end hears so. Idempotent; not on its thread."""
-        try:
-            if not self.io.loop.is_closed():
-                self.io.call(self._hang_up(), self.limits.connect_s)
-        finally:
-            if self._own_io:
-                self.io.stop()
-
-    async def _hang_up(self) -> None:
-        given_up = self._error is not None
-        self._detach()
-        self._end(PeerLost(f"the link to {self.name} is closed"))
-        if self._transport is None:
-            return
-        self._transport.close()
-        try:
-            async with asyncio.timeout(0 if given_up else self.limits.connect_s / 2):
-                await self._lost.wait()
-        except TimeoutError:
-            self._transport.abort()
-            await self._lost.wait()
-
-    # ---- on its thread ---------------------------------------------------------------------------
-
-    def attach(
-        self,
-        received: Callable[[Any], None],
-        ended: Callable[[SegueError, bool], None],
-        *,
-        ping: bool = False,
-    ) -> None:
-        """From now on `received` gets the messages of the hand-off; it must not raise. With `ping` the other
-        end must answer, or send something else, within `limits.peer_silence_s`.
-
-        `ended` is told why nothing can be sent or heard any more: first with False, when the other end is
-        silent, does not read, or says nonsense; then, or at once, with True, when it has closed. Each at most
-        once, and not after `release` or `close`."""
-        self._received, self._ended = received, ended
-        if self._error is not None:
-            ended(self._error, self._over)
-        elif ping:
-            self._heard_at = self.io.loop.time()
-            self._ping_later()
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Like `post`, at once."""
-        self._write(encode(message))
-
-    def _detach(self) -> None:
-        self._received = self._ended = None
-        self._stop_timer()
-
-    def _write(self, frame: bytes) -> None:
-        transport = self._transport
-        if transport is None or transport.is_closing() or self._error is not None:
-            return
-        if transport.get_write_buffer_size() > self.limits.max_session_backlog_bytes:
-            self._end(PeerLost(f"{self.name} does not read what it is told"))
-        else:
-            transport.write(frame)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
-        # uvloop's transports have asyncio's methods but not its base class.
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
-        if self._error is not None:
-            return
-        self._heard_at = self.io.loop.time()
-        try:
-            messages = self._frames.feed(data)
-        except SegueError as error:
-            # Not closed here: that the link has ended must say that the other end closed it.
-            self._end(error)
-            return
-        for message in messages:
-            if self._error is None:
-                self._take(message)
-
-    def _take(self, message: Any) -> None:
+    def _deliver(self, message: Any) -> None:
         match message:
-            case wire.PingCommand():
-                self.send(wire.PongAnswer())
-            case wire.PongAnswer():
-                pass
             case wire.ReadyAnswer():
                 self._ready.put(message)
             case _ if type(message) in wire.HAND_OFF:
-                if self._received is not None:  # else of a role that is over
-                    self._received(message)
+                super()._deliver(message)  # to nobody, if it is of a role that is over
             case _ if self._inbox.qsize() < MAX_WAITING:
                 self._inbox.put(message)
             case _:
                 self._end(PeerLost(f"{self.name} says more than it is asked"))
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
-        self._lost.set()
-        self._stop_timer()
-        if not self._over:
-            self._over = True
-            self._end(PeerLost(f"{self.name} has ended"))
-
-    # ---- inside ----------------------------------------------------------------------------------
-
-    def _ping(self) -> None:
-        now = self.io.loop.time()
-        if now > self._ping_due + self.limits.keepalive_s:
-            self._heard_at = now  # it was we who stood still: what it said meanwhile is still to be read
-        silent_s = now - self._heard_at
-        if silent_s > self.limits.peer_silence_s:
-            self._end(PeerLost(f"{self.name} has said nothing for {silent_s:.1f} s"))
-            return
-        self.send(wire.PingCommand())
-        self._ping_later()
-
-    def _ping_later(self) -> None:
-        self._ping_due = self.io.loop.time() + self.limits.keepalive_s
-        self._timer = self.io.loop.call_later(self.limits.keepalive_s, self._ping)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
     def _end(self, error: SegueError) -> None:
-        if self._error is None:
-            self._error = error
-            self._stop_timer()
+        first = self._error is None
+        super()._end(error)
+        if first:  # the reason is known to a thread that this wakes
             self._inbox.put(None)
             self._ready.put(None)
-        elif not self._over:
-            return
-        if self._ended is not None:
-            self._ended(self._error, self._over)

@@ -1,8 +1,8 @@
 """Messages about hand-offs between a leader and the process of one of its ranks, over a `RankLink`.
 
 The rank speaks first: `ReadyAnswer`. To a `…Command` it says the `…Answer` of the same name, to a
-`WriteCommand` or a `FenceCommand` a `MovedAnswer`, to a `PingCommand` `PongAnswer`, to those of which `Rank`
-has coroutines `DoneAnswer`. To a `SignalledAnswer` the leader says `ForgetCommand`.
+`WriteCommand` or a `FenceCommand` a `MovedAnswer`, to those of which `Rank` has coroutines `DoneAnswer`. To a
+`SignalledAnswer` the leader says `ForgetCommand`.
 """
 
 from __future__ import annotations
@@ -146,14 +146,6 @@ class FailedAnswer(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-class PingCommand(msgspec.Struct, frozen=True, tag=True):
-    """Are you there?"""
-
-
-class PongAnswer(msgspec.Struct, frozen=True, tag=True):
-    """Yes."""
-
-
 Command = (
     ConnectCommand
     | AdmitCommand
@@ -163,17 +155,9 @@ Command = (
     | FenceCommand
     | ChecksumCommand
     | ForgetCommand
-    | PingCommand
 )
 Answer = (
-    ReadyAnswer
-    | DoneAnswer
-    | MovedAnswer
-    | GrantAnswer
-    | ChecksumAnswer
-    | SignalledAnswer
-    | FailedAnswer
-    | PongAnswer
+    ReadyAnswer | DoneAnswer | MovedAnswer | GrantAnswer | ChecksumAnswer | SignalledAnswer | FailedAnswer
 )
 HandOff = Command | Answer
 #: Messages that a link delivers by itself.

@@ -48,10 +48,12 @@ class TlsFiles(Protocol):
 @dataclass(frozen=True, slots=True)
 class Tls:
     """Mutual TLS of one process: the contexts for connections that it accepts (`server`) and opens
-    (`client`). See `load_tls`."""
+    (`client`), and the paths of the `files` that they were made from (certificate, key, authority). See
+    `load_tls`."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
+    files: tuple[str, str, str] | None = None
 
 
 def tls_from_files(config: TlsFiles, host: str | None) -> Tls | None:
@@ -101,7 +103,7 @@ def load_tls(cert: str, key: str, ca: str) -> Tls:
             ) from error
     # Sessions live long and are few; resumption would only add state.
     server.num_tickets = 0
-    return Tls(server, client)
+    return Tls(server, client, (cert, key, ca))
 
 
 def _readable(flag: str, name: str) -> None:

@@ -107,6 +107,8 @@ class Transport(ABC):
     automatic: ClassVar[bool] = False
     #: Both ends are processes of one host, and a write is a copy in its memory.
     in_memory: ClassVar[bool] = False
+    #: The process that receives puts the bytes into its memory itself: once it has ended nothing lands there.
+    receiver_writes: ClassVar[bool] = False
     #: False: what lies at the destination is never what was sent, so that checksums mean nothing.
     moves_bytes: ClassVar[bool] = True
 

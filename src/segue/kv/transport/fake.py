@@ -37,6 +37,7 @@ class FakeTransport(Transport):
     name = "fake"
     preference = 90
     moves_bytes = False
+    receiver_writes = True
     memory_kinds = frozenset(MemoryKind)
 
     def __init__(self, on_event: EventSink, options: TransportOptions) -> None:

@@ -135,6 +135,7 @@ class StagedTransport(Transport):
     """See the module's text. A subclass names the inner transport."""
 
     memory_kinds = frozenset(MemoryKind)
+    receiver_writes = True  # out of its slots
     inner_kind: ClassVar[type[Transport]]
 
     @classmethod

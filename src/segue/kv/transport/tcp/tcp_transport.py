@@ -46,6 +46,7 @@ class TcpTransport(Transport):
     preference = 20
     memory_kinds = frozenset({MemoryKind.SHARED, MemoryKind.HOST})
     automatic = True
+    receiver_writes = True
 
     def __init__(
         self,

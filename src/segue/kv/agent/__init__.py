@@ -1,0 +1,1 @@
+"""A manager in a process of its own, beside its engine's."""
