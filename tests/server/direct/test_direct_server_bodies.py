@@ -15,8 +15,16 @@ from starlette.applications import Starlette
 from test_direct_routes import ME, Lazy, load
 
 from segue.engine.request import Request, SamplingParams
-from segue.kv.errors import BootstrapUnreachable, InvalidRequest, NotFound
-from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId, Role
+from segue.kv.errors import (
+    BootstrapUnreachable,
+    ErrorCode,
+    InvalidRequest,
+    NotFound,
+    OutOfCapacity,
+    PeerLost,
+    SegueError,
+)
+from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId, Role, RoomKey
 from segue.kv.limits import Limits
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.server.direct import direct_routes as routes_module
@@ -133,7 +141,7 @@ def halves(backend: Any, samples: int) -> list[DirectHalf]:
 def prefill(size: int = 4) -> tuple[Any, Parts]:
     door: Any = object.__new__(PrefillDirectServer)
     door.settings, door._dp, door._where = SETTINGS, DpRanks(size=size), WHERE
-    door.me, door.fleet, door.halves = ME, None, None
+    door.me, door.fleet, door.halves = ME, SimpleNamespace(), None
     parts = Parts()
     parts.plan_of(door, samples=2)
     return door, parts
@@ -262,6 +270,54 @@ def test_decode_waits_for_an_instance_to_be_listed_and_then_says_that_nobody_is_
     with pytest.raises(BootstrapUnreachable):
         asyncio.run(door.generation(Call(), 0.0, *read(body), None))
     assert parts.runs == []
+
+
+@pytest.mark.parametrize(
+    ("begun", "error", "told"),
+    [
+        (0, OutOfCapacity("full"), [0, 1, 2]),
+        (1, OutOfCapacity("full"), []),
+        (1, PeerLost("the rank's process is gone"), [0, 1, 2]),
+        (None, TimeoutError(), [0, 1, 2]),
+    ],
+    ids=["no leader has it", "a leader tells itself", "its leader is gone", "not submitted"],
+)
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_the_other_half_of_a_leg_that_fails_hears_of_it_once_from_one_who_can_tell(
+    role: Role, begun: int | None, error: Exception, told: list[int]
+) -> None:
+    said: list[tuple[Any, ...]] = []
+    door, parts = prefill(size=1) if role is Role.PREFILL else decode(prefill_at("c"))
+    parts.plan_of(door, samples=3)
+    door.halves = SimpleNamespace(
+        refuse=lambda key, error, budget_s, announce: said.append((key, error.code)),
+        decline=lambda key, prefill, error: said.append((key, error.code)),
+    )
+    call = SimpleNamespace(attempts=SimpleNamespace(begun=begun))
+    door.fleet.submit = lambda request, budget_s, half: call
+
+    async def run(_call: Any, plan: Any, started: float, backend: Any, *_: Any) -> None:
+        for sample in plan.samples if begun is not None else ():
+            backend.submit(sample.request, budget_s=1.0)
+        raise error
+
+    door.run = run
+    with pytest.raises(type(error)):
+        asyncio.run(door.generation(Call(), 0.0, *read(ROOM | {"n": 3}), None))
+    code = error.info.code if isinstance(error, SegueError) else ErrorCode.DEADLINE_EXCEEDED
+    assert said == [(RoomKey(7, ordinal=k), code) for k in told]
+
+
+def test_a_computed_room_that_fails_is_known_to_nobody_yet() -> None:
+    door, _ = prefill()
+    door.halves = object()
+
+    async def run(*_: Any) -> None:
+        raise OutOfCapacity("full")
+
+    door.run = run
+    with pytest.raises(OutOfCapacity):
+        asyncio.run(door.generation(Call(), 0.0, *read(REMOTE), None))
 
 
 @pytest.mark.parametrize(

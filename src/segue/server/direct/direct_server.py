@@ -21,17 +21,20 @@ from segue.engine.request import Request
 from segue.kv import (
     OPEN_RANK,
     BootstrapUnreachable,
+    DeadlineExceeded,
     DpRanks,
     ErrorInfo,
     Handles,
     Incarnation,
+    Internal,
     LeaderId,
     Role,
     RoomKey,
     SegueError,
     new_room,
 )
-from segue.kv.session import is_loopback, typed
+from segue.kv.session import is_loopback
+from segue.server.balance.attempts import LOSSES
 from segue.server.fleet.call import Call, DirectHalf
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.replica import Replica
@@ -98,12 +101,14 @@ class OneRoom:
         call = self._calls[ordinal] = self._fleet.submit(request, budget_s=budget_s, half=half)
         return call
 
-    def unplaced(self) -> list[RoomKey]:
-        """The halves that no leader has got. A leader tells the other half itself how its own has ended."""
+    def untold(self, error: ErrorInfo) -> list[RoomKey]:
+        """The halves of which nobody tells the other one that they have ended with `error`: no leader has got
+        them, or it may be gone. A leader tells of its own half."""
+        gone = error.code in LOSSES
         return [
             RoomKey(self.room, ordinal=k)
             for k, call in enumerate(self._calls)
-            if call is None or not call.attempts.begun
+            if gone or call is None or not call.attempts.begun
         ]
 
     def complete(self, request_id: str) -> None:
@@ -146,8 +151,8 @@ class DirectServer(OpenAIServer):
     def one_room(
         self, room: int, body: GenerateFields, tell: Callable[[Handles, RoomKey, ErrorInfo], object]
     ) -> Iterator[OneRoom]:
-        """The room of a leg. If what is done with it fails, `tell` is called for each half that no leader has
-        got, which its other half would wait for."""
+        """The room of a leg. If what is done with it fails, `tell` is called for each half whose other half
+        would wait."""
         try:
             count = sample_count(body)
         except BadParam:
@@ -157,10 +162,14 @@ class DirectServer(OpenAIServer):
         try:
             yield one
         except Exception as failure:
-            error = typed(failure, "answering a leg").info
+            error: SegueError = Internal(f"{type(failure).__name__} while a leg was answered")
+            if isinstance(failure, TimeoutError):
+                error = DeadlineExceeded("the request's deadline passed")
+            elif isinstance(failure, SegueError):
+                error = failure
             if self.halves is not None:
-                for key in one.unplaced():
-                    tell(self.halves, key, error)
+                for key in one.untold(error.info):
+                    tell(self.halves, key, error.info)
             raise
 
     async def native(self, scope: Scope, receive: Receive, send: Send) -> None:
