@@ -73,6 +73,11 @@ def test_a_plain_engine_is_supported() -> None:
         ({"kv_transfer_config": Double(kv_role="kv_both")}, "kv_both is not supported"),
         ({"kv_transfer_config": Double(kv_role="other")}, "not 'other'"),
         ({"cache_config": Double(cache_dtype="fp8_e4m3")}, "--kv-cache-dtype fp8_e4m3"),
+        ({"cache_config": Double(cache_dtype="int8_per_token_head")}, "--kv-cache-dtype int8_per_token_head"),
+        (
+            {"cache_config": Double(cache_dtype="nvfp4")},
+            "--kv-cache-dtype nvfp4: its scales are not in the KV",
+        ),
         ({"device_config": Double(device_type="cuda")}, "the device cuda"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"tensor_parallel_size": 8}, "--tensor-parallel-size 8 for 4 KV heads"),
@@ -107,6 +112,9 @@ def test_the_cache_as_its_layers_describe_it() -> None:
     second = replace(wanted, tensor_rank=1, tensor_ranks=2)
     config.parallel_config.tensor_parallel_size = 2
     assert cache_facts(config, caches, "l0", 1) == second
+    spec.dtype = "torch.float8_e4m3fn"
+    with pytest.raises(ConfigError, match="a KV cache of float8_e4m3fn"):
+        cache_facts(config, caches, "l0")
     del layer.isa
     with pytest.raises(ConfigError, match="how it packs"):
         cache_facts(config, caches, "l0")

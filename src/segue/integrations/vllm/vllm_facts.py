@@ -14,7 +14,7 @@ from typing import Any
 
 from segue.integrations.vllm.vllm_claim import EngineRequest, Media
 from segue.integrations.vllm.vllm_memory import CacheFacts
-from segue.integrations.vllm.vllm_settings import EngineFacts
+from segue.integrations.vllm.vllm_settings import PLAIN_DTYPES, EngineFacts
 from segue.integrations.vllm.vllm_table import RequestEnd, ScheduledChunk
 from segue.kv import ConfigError
 
@@ -58,12 +58,17 @@ def cache_facts(config: Any, caches: Any, first_layer: str, tensor_rank: int = 0
     isa = str(getattr(layer, "isa", ""))
     if backend == "CPU_ATTN" and not isa:
         raise ConfigError("CPU_ATTN does not say how it packs the KV: this version of vLLM is not known")
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if dtype not in PLAIN_DTYPES:  # `auto` is what the model's own configuration says
+        raise ConfigError(
+            f"the segue connector does not support a KV cache of {dtype}: its scales are not in it"
+        )
     return CacheFacts(
         backend=backend,
         blocks=caches.num_blocks,
         block_size=spec.block_size,
         head_size=spec.head_size,
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=dtype,
         isa=isa,
         tensor_rank=tensor_rank,
         tensor_ranks=config.parallel_config.tensor_parallel_size,

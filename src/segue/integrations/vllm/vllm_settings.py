@@ -14,6 +14,8 @@ from segue.kv import ChecksumMode, ConfigError, Role
 
 #: Methods of speculative decoding that keep no KV beside the model's.
 _DRAFTS_WITHOUT_KV = {"", "ngram", "ngram_gpu", "suffix"}
+#: Values of --kv-cache-dtype, and of tensors, whose numbers need no scales to be read.
+PLAIN_DTYPES = {"auto", "float16", "bfloat16", "float32"}
 _LOOPBACK_NAMES = {"localhost", "localhost.localdomain"}
 
 
@@ -111,7 +113,7 @@ def check_engine(facts: EngineFacts) -> Role:
         raise ConfigError(f"kv_role must be kv_producer or kv_consumer, not {facts.kv_role!r}")
     refused = [
         (
-            facts.kv_dtype.startswith("fp8"),
+            facts.kv_dtype not in PLAIN_DTYPES,
             f"--kv-cache-dtype {facts.kv_dtype}: its scales are not in the KV",
         ),
         (facts.device != "cpu", f"the device {facts.device}: it was written for and run on CPUs alone"),
