@@ -120,8 +120,9 @@ def test_the_cache_as_its_layers_describe_it() -> None:
         cache_facts(config, caches, "l0")
 
 
-def model(folder: Path | str, **configuration: Any) -> Double:
+def model(folder: Path | str, longest: int = 2048, **configuration: Any) -> Double:
     return Double(
+        max_model_len=longest,
         hf_config=Double(to_dict=lambda: {"hidden_size": 8, "_name_or_path": str(folder), **configuration}),
         model=str(folder),
         revision=None,
@@ -152,6 +153,16 @@ def test_other_weights_or_configurations_have_another(tmp_path: Path) -> None:
         weights_fingerprint(model(tmp_path / "a", rope_theta=5), "auto"),
     }
     assert len(fingerprints) == 5
+
+
+def test_with_longrope_the_longest_sequence_is_a_part_of_the_fingerprint(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a", os.urandom(5000)).model
+    rope = {"rope_parameters": {"rope_type": "longrope"}}
+    assert weights_fingerprint(model(folder, 2048), "auto") == weights_fingerprint(
+        model(folder, 4096), "auto"
+    )
+    one, other = (weights_fingerprint(model(folder, longest, **rope), "auto") for longest in (2048, 8192))
+    assert one != other
 
 
 def test_weights_without_files_are_known_by_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -120,6 +120,7 @@ def vllm_config(role: str, policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPU
             revision=None,
             quantization=None,
             seed=0,
+            max_model_len=2048,
             get_total_num_kv_heads=lambda: HEADS,
         ),
         compilation_config=Double(static_forward_context={"layers.0.attn": layer}),

@@ -89,7 +89,9 @@ def weights_fingerprint(model: Any, load_format: str) -> str:
     # The same weights may lie in another folder on the other host, and other releases add their version.
     for name in ("_name_or_path", "transformers_version"):
         configuration.pop(name, None)
-    add(configuration, str(model.quantization))
+    # With longrope vLLM chooses the rotary factors by the longest sequence that it serves.
+    longest = model.max_model_len if "longrope" in json.dumps(configuration, default=str) else 0
+    add(configuration, str(model.quantization), longest)
     folder = None if load_format == "dummy" else _folder(model)
     files = [] if folder is None else sorted(p for kind in _WEIGHT_FILES for p in folder.glob(kind))
     if not files:
