@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,8 +98,7 @@ def test_kv_is_announced_once_for_what_is_computed_and_before_a_token_is_drawn(e
     assert len(told) == 1, "nothing was computed"
 
 
-def test_layers_are_announced_when_their_kv_is_there_and_before_the_next_layer_has_any(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_send_layers", 1)
+def test_layers_are_announced_when_their_kv_is_there_and_before_the_next_layer_has_any(engine):
     engine.pool.kv.fill_(float("nan"))
     told = []
 
@@ -106,8 +106,9 @@ def test_layers_are_announced_when_their_kv_is_there_and_before_the_next_layer_h
         kv = engine.pool.by_page[:, :, [4, 5]].flatten(2, 3)[:, :, : len(PROMPT)].clone()
         told.append((list(seq_ids), layers, kv))
 
-    run_step(engine, [whole(1, [4, 5])], stored)
     count = engine.spec.shape.layers
+    moments = tuple((layers, 40 + layers) for layers in range(1, count + 1))
+    run_step(engine, [replace(whole(1, [4, 5]), ready=moments)], stored)
     assert [(ids, layers) for ids, layers, _ in told] == [([1], n) for n in [*range(1, count), None]]
     last = told[-1][2]
     for _, layers, kv in told[:-1]:

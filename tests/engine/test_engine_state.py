@@ -1,5 +1,7 @@
 """Models whose sequences keep a state: what the engine refuses; how a slot leaves the pool and comes back."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_models import (
@@ -104,13 +106,12 @@ def test_a_prompt_that_begins_with_one_token_finds_nothing_of_the_slot_s_last_ow
         assert torch.equal(tensor[0], tensor[1])
 
 
-def test_layers_that_leave_before_the_others_are_fewer_than_all_whatever_kind_the_last_one_is(
-    engine, monkeypatch
-):
-    monkeypatch.setattr(engine, "_send_layers", 1)
-    told = []
-    run_step(engine, [step(1, [0, 1, 2], 0)], lambda _seq_ids, layers=None: told.append(layers))
-    assert told == [*range(1, engine.spec.shape.layers), None]
+def test_layers_that_leave_before_the_others_are_fewer_than_all_whatever_kind_the_last_one_is(engine):
+    count, told = engine.spec.shape.layers, []
+    moments = tuple((layers, 40 + layers) for layers in range(1, count + 1))
+    each = replace(step(1, [0, 1, 2], 0), ready=moments)
+    run_step(engine, [each], lambda _seq_ids, layers=None: told.append(layers))
+    assert told == [*range(1, count), None]
 
 
 def test_a_state_is_not_shared_out_over_ranks(engine):

@@ -80,7 +80,7 @@ class _Running:
 
 class ReplicaEngine:
     """`Engine` over a forward. Forwards run on a thread of its own, one after the other: what concerns other
-    sequences need not wait for them. With `send_layers` the KV of so many layers at a time is told of while a
+    sequences need not wait for them. The KV of the layers that a step's `ready` names is told of while a
     forward computes the next ones."""
 
     def __init__(
@@ -89,12 +89,10 @@ class ReplicaEngine:
         forward: Forward,
         head: OutputHead,
         sampler: TokenSampler,
-        send_layers: int = 0,
         formats: Formats | None = None,
     ) -> None:
         self.info = info
         self.formats = formats
-        self._send_layers = send_layers
         #: the KV and states of this rank
         self.pool = pool = forward.pool
         self.spec: PoolSpec = pool.spec
@@ -165,17 +163,11 @@ class ReplicaEngine:
         with torch.inference_mode():
             packed = pack(steps, errors, self._limits.page_tokens)
             packed = replace(packed, wanted=self._wanted(packed))
-            stored = partial(self._stored, on_stored, [segment.step.seq_id for segment in packed.segments])
+            stored = partial(_stored, on_stored, [segment.step for segment in packed.segments])
             hidden = self._forward.run(packed, stored)
             prompt = self._prompt_results(packed, hidden)
             results.extend(self._sample(packed, hidden, prompt))
         return results
-
-    def _stored(self, on_stored: OnStored, seq_ids: list[int], layers: int | None = None) -> None:
-        if layers is None:
-            on_stored(seq_ids)
-        elif self._send_layers and layers % self._send_layers == 0:
-            on_stored(seq_ids, layers)
 
     def _wanted(self, packed: Packed) -> torch.Tensor | None:
         """The rows of a step of which the final hidden state is looked at; None for all."""
@@ -240,16 +232,22 @@ class ReplicaEngine:
         return SequenceResult(step.seq_id, prompt_logprobs=entries)
 
 
+def _stored(on_stored: OnStored, steps: Sequence[SequenceStep], layers: int | None = None) -> None:
+    """The KV of these steps is in the pool, or (`layers`) that of so many layers."""
+    if layers is None:
+        on_stored([step.seq_id for step in steps])
+    elif any(upto == layers for step in steps for upto, _ in step.ready):
+        on_stored([step.seq_id for step in steps], layers)
+
+
 def make_engine(
     folder: Path,
     own: RankForward,
     forward: Forward,
     sampler: TokenSampler | None = None,
-    send_layers: int = 0,
 ) -> ReplicaEngine:
     """The engine of the model in `folder` over `forward`, of which `own` is the part of this process.
-    `sampler` replaces segue's own (tests and benchmarks of the forward alone); `send_layers` as
-    `ReplicaEngine`'s."""
+    `sampler` replaces segue's own (tests and benchmarks of the forward alone)."""
     loaded = own.loaded
     if own.head is None:
         raise Internal(f"rank {own.place.rank} does not sample")
@@ -268,7 +266,7 @@ def make_engine(
         with step("tokenizer"):
             formats = _grammars(folder, info)
         sampler = Sampler(info.vocab_size, info.eos_token_ids, formats)
-    return ReplicaEngine(info, forward, own.head, sampler, send_layers, formats)
+    return ReplicaEngine(info, forward, own.head, sampler, formats)
 
 
 def _grammars(folder: Path, info: ModelInfo) -> GrammarCompiler | None:

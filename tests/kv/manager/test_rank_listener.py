@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -73,6 +76,28 @@ def test_who_shows_another_nonce_or_rank_is_refused_and_keeps_nobody_from_coming
     ours = waiting.result(60)[1]
     assert silent.recv(1) == b"", "nobody waits for it any more"
     ended(silent, ours, theirs)
+
+
+def test_a_hello_that_comes_in_pieces_is_read_to_its_end(
+    listener: RankListener, others: ThreadPoolExecutor
+) -> None:
+    waiting = others.submit(listener.accept, [1], 60)
+    theirs = connected(listener)
+    hello = (1).to_bytes(4, "big") + listener.invitation[:32]
+    for piece in (hello[:3], hello[3:20], hello[20:]):
+        theirs.sendall(piece)
+        ends_at = time.monotonic() + 60
+        while unread(theirs):
+            assert time.monotonic() < ends_at
+            os.sched_yield()
+    assert theirs.recv(1) == b"\x01"
+    ended(theirs, waiting.result(60)[1])
+
+
+def unread(sock: socket.socket) -> int:
+    """The kernel's memory for bytes that were sent and not read; it tells nobody when they are."""
+    found = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(found, sys.byteorder)
 
 
 def test_a_second_process_of_one_rank_is_refused(listener: RankListener, others: ThreadPoolExecutor) -> None:

@@ -177,13 +177,12 @@ def load_engine(
     threads: int = 1,
     memory: Memory | None = None,
     sampler: TokenSampler | None = None,
-    send_layers: int = 0,
     cache: str | Path | None = None,
 ) -> ReplicaEngine:
     """Load the model in `folder` (transformers configuration and safetensors) with a KV pool.
 
     The pool takes at most `pool_bytes`, in `memory` if given, else in a new memfd. `threads` is
-    the number of cores torch uses in this process. `sampler` and `send_layers` as `make_engine`'s, `cache` as
+    the number of cores torch uses in this process. `sampler` as `make_engine`'s, `cache` as
     `load_forward`'s. Raises ConfigError with what to change.
     """
     own = load_forward(
@@ -195,4 +194,4 @@ def load_engine(
         memory=memory,
         cache=cache,
     )
-    return make_engine(folder, own, own, sampler, send_layers)
+    return make_engine(folder, own, own, sampler)

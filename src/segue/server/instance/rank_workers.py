@@ -192,9 +192,7 @@ def open_replica(config: InstanceConfig) -> OpenedReplica:
     if config.size.ranks == 1:
         from segue.engine.cpu.cpu_forward import load_engine
 
-        engine = load_engine(
-            folder, **load_options(config, pool_bytes), send_layers=config.engine.send_layers
-        )
+        engine = load_engine(folder, **load_options(config, pool_bytes))
         return OpenedReplica(engine, engine.memory)
     workers = Workers(config.size.ranks - 1, config.limit.limits())
     try:
@@ -220,7 +218,7 @@ def _opened_together(config: InstanceConfig, fds: str, pool_bytes: int, folder: 
     group = DpGroup(rank, config.dp, links, identity, limits=limits)
     group.meet()
     forward = DpForward(own, group)
-    engine = make_engine(folder, own, forward, send_layers=config.engine.send_layers)
+    engine = make_engine(folder, own, forward)
     return OpenedReplica(engine, engine.memory, expert_peers=forward)
 
 
