@@ -559,6 +559,26 @@ def test_a_rank_that_one_leg_alone_names_and_that_is_none_ends_both(pair: Deploy
         run(pair, work)
 
 
+@pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"])
+def test_a_rank_that_is_none_is_refused_by_both_legs(pair: Deployment, name: str) -> None:
+    async def work(legs: Legs) -> None:
+        answers = await legs.both(legs.body(**{name: 9}))
+        assert [code(answer) for answer in answers] == ["400 DP_RANK_OUT_OF_RANGE"] * 2
+
+    run(pair, work)
+
+
+def test_a_hint_does_not_contradict_the_rank_that_prefill_has_named(pair: Deployment) -> None:
+    wanted = expected(pair)
+
+    async def work(legs: Legs) -> None:
+        params = (await legs.prefill_first(ASK)).json()["kv_transfer_params"]
+        body = ASK | {"kv_transfer_params": params, "disagg_prefill_dp_rank": 9}
+        assert tokens(await legs.one(legs.decode, body)) == [wanted]
+
+    run(pair, work)
+
+
 def test_hundreds_of_refused_legs_keep_nobody_out(pair: Deployment) -> None:
     """Each is a word that prefill keeps for a request that never comes."""
 
