@@ -78,8 +78,8 @@ class Side:
             self.addresses[name] = (config.me.incarnation, *manager.start())
 
     def wait(self, handle: Any, phase: KVPoll) -> None:
-        while handle.poll() is not phase:
-            if handle.poll().terminal:
+        while (now := handle.poll()) is not phase:
+            if now.terminal:
                 raise SystemExit(f"a hand-off failed: {handle.error}")
             self.changes.get(timeout=WAIT_S)
 

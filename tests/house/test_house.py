@@ -122,8 +122,8 @@ sender, receiver = prefill.expect(room, 20, 60), decode.receive(room, prefill.co
 
 
 def reaches(handle, phase):
-    while handle.poll() is not phase:
-        assert not handle.poll().terminal, handle.error
+    while (now := handle.poll()) is not phase:
+        assert not now.terminal, handle.error
         changes.get(timeout=60)
 
 

@@ -65,8 +65,8 @@ class AgentSide:
         )
 
     def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:
-        while handle.poll() is not phase:
-            assert not handle.poll().terminal, handle.error
+        while (now := handle.poll()) is not phase:
+            assert not now.terminal, handle.error
             self.changes.get(timeout=DEADLINE_S)
 
     def next(self, kind: type[Any]) -> Any:

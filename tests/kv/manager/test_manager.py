@@ -54,8 +54,8 @@ class Side:
         self.me = config.me
 
     def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:
-        while handle.poll() is not phase:
-            assert not handle.poll().terminal, handle.error
+        while (now := handle.poll()) is not phase:
+            assert not now.terminal, handle.error
             self.changes.get(timeout=DEADLINE_S)
 
     def wait_release(self, transfer: TransferId) -> None:

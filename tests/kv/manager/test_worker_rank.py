@@ -152,8 +152,8 @@ class RankedSide:
         )
 
     def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:
-        while handle.poll() is not phase:
-            assert not handle.poll().terminal, handle.error
+        while (now := handle.poll()) is not phase:
+            assert not now.terminal, handle.error
             self.changes.get(timeout=60)
 
     def wait_for(self, kind: type[Any]) -> Any:

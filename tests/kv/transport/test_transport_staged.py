@@ -547,8 +547,8 @@ class Half:
         self.me, self.address = config.me, self.manager.start()
 
     def wait(self, handle: object, phase: KVPoll) -> None:
-        while handle.poll() is not phase:  # type: ignore[attr-defined]
-            assert not handle.poll().terminal, handle.error  # type: ignore[attr-defined]
+        while (now := handle.poll()) is not phase:  # type: ignore[attr-defined]
+            assert not now.terminal, handle.error  # type: ignore[attr-defined]
             self.changes.get(timeout=PATIENCE_S)
 
 
