@@ -84,8 +84,8 @@ class Side:
 
     def wait(self, handle: Any, phase: KVPoll, busy: str) -> None:
         """Until `handle` is there, with a main thread that does what `busy` says meanwhile."""
-        while handle.poll() is not phase:
-            if handle.poll().terminal:
+        while (now := handle.poll()) is not phase:
+            if now.terminal:
                 raise SystemExit(f"a hand-off failed: {handle.error}")
             if busy == "idle":
                 self.changes.get(timeout=WAIT_S)
@@ -152,7 +152,9 @@ def cases(megabytes: int) -> Iterator[tuple[str, int, str]]:
             yield f"{where} {transport}", SIZES[megabytes][0], busy
 
 
-def measure(side: Side, other: subprocess.Popen[str], rounds: int) -> list[dict[str, Any]]:
+def measure(
+    side: Side, other: subprocess.Popen[str], rounds: int, hand_offs: int | None
+) -> list[dict[str, Any]]:
     seconds: dict[tuple[int, str, str], list[float]] = {}
     cpu: dict[tuple[int, str, str], list[float]] = {}
     for name in side.managers:  # sessions, paths, and pages that are touched first
@@ -160,7 +162,7 @@ def measure(side: Side, other: subprocess.Popen[str], rounds: int) -> list[dict[
             _, theirs = hand_over(side, other, (name, tokens, "idle"))
     for _ in range(rounds):
         for megabytes, (_, count) in SIZES.items():
-            for _ in range(count):
+            for _ in range(hand_offs or count):
                 for name, tokens, busy in cases(megabytes):
                     ours = side.cpu_s()
                     taken, after = hand_over(side, other, (name, tokens, busy))
@@ -194,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--decode", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--hand-offs", type=int, help="of each variant, size and round")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     if args.decode:
@@ -208,7 +211,7 @@ def main() -> None:
         other.stdin.write(json.dumps(side.addresses) + "\n")
         other.stdin.flush()
         assert other.stdout.readline() == "ready\n"
-        found = measure(side, other, args.rounds)
+        found = measure(side, other, args.rounds, args.hand_offs)
         rss = [round(process.memory_full_info().uss / 2**20, 1) for process in side.agents]
         other.stdin.close()
         side.close()
