@@ -13,11 +13,17 @@ from vllm_bench import LOST, TO_PREFILL, request
 from vllm_pair import CPU_ATTN, Pair, TensorWorker, expected
 
 from ports import HeldPort
-from segue.integrations.vllm.vllm_orders import AbortOrder
+from segue.integrations.vllm.vllm_orders import (
+    AbortOrder,
+    BlocksReleased,
+    ExpectOrder,
+    HandoffEnded,
+    ReceiveOrder,
+)
 from segue.integrations.vllm.vllm_params import engine_id
 from segue.integrations.vllm.vllm_settings import LoadFailurePolicy
 from segue.integrations.vllm.vllm_table import RequestEnd
-from segue.kv import ChecksumMode, ConfigError, Internal
+from segue.kv import ChecksumMode, ConfigError, Internal, RoomKey
 
 
 @pytest.fixture
@@ -287,6 +293,26 @@ def test_with_one_secret_sides_meet(stack: ExitStack) -> None:
     assert served(pair, "d1") is RequestEnd.LENGTH
     loaded_kv(pair, "d1")
     at_rest(pair)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_second_hand_off_of_one_room_ends_at_once(stack: ExitStack, role: str) -> None:
+    """The first one goes on: to open a room twice is refused in this process."""
+    pair = Pair(stack)
+    side, room = side_of(pair, role).side, RoomKey(7)
+    peer = side_of(pair, "prefill").side.address
+    for handoff, name in ((1, "a"), (2, "b")):
+        if role == "prefill":
+            side.begin_step([ExpectOrder(handoff, room, 9, b"claim", 20.0, 0.0)])
+        else:
+            side.begin_step([ReceiveOrder(handoff, name, room, peer, 9, 0, [1, 2, 3], b"claim", 20.0)])
+    found = side.take_results()
+    ended, released = found.reports
+    assert isinstance(ended, HandoffEnded)
+    assert ended.error is not None
+    assert (ended.handoff, released) == (2, BlocksReleased(2))
+    assert found.failed_recving == found.finished_recving == ({"b"} if role == "decode" else set())
+    assert side.sizes()["halves"] == side.sizes()["keys"] == 1
 
 
 def test_an_order_for_what_has_ended_is_ignored(stack: ExitStack) -> None:
