@@ -11,7 +11,7 @@ from test_conn_refusal import SPEC
 from test_manager import receive
 
 from segue.kv.config import KVConfig, LeaderRuntime
-from segue.kv.errors import ErrorCode, Internal, OutOfCapacity, PeerLost
+from segue.kv.errors import ErrorCode, Internal, OutOfCapacity, PeerLost, SegueError
 from segue.kv.ids import Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
 from segue.kv.layout.content import Content
 from segue.kv.layout.planner import plan_pair
@@ -20,7 +20,7 @@ from segue.kv.peers import PathSpeed, Peer
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Abort, Accepted, Failed
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S
-from segue.kv.transport.base import PeerGone
+from segue.kv.transport.base import PeerGone, TransportEvent
 from segue.kv.transport.memory.pool_memory import allocate
 
 PREFILL = LeaderId(Incarnation("a" * 32))
@@ -71,14 +71,24 @@ class Rig:
     def __init__(self) -> None:
         self.memory = allocate(SPEC.nbytes)
         self.changes: list[Any] = []
+        self.on_change: Callable[[], object] = lambda: None
         self.breaks_change: type[Any] | None = None
         config = KVConfig(role=Role.DECODE, model="m", spec=SPEC, transports=["fake"])
-        self.manager = KVManager(config, self.memory, self.changed, runtime=LeaderRuntime(io=StillIo))  # type: ignore[arg-type]
+        #: the losses of ranks that the owner of the manager was told
+        self.losses: list[SegueError] = []
+        self.manager = KVManager(
+            config,
+            self.memory,
+            self.changed,
+            on_rank_lost=self.losses.append,
+            runtime=LeaderRuntime(io=StillIo),  # type: ignore[arg-type]
+        )
         self.line = Line()
         info = self.manager.compatibility.info
-        self.manager._peers[PREFILL] = Peer(self.line, info, "fake", PathSpeed("fake"), PLAN)  # type: ignore[arg-type]
+        self.peer = Peer(self.line, info, "fake", PathSpeed("fake"), PLAN)  # type: ignore[arg-type]
+        self.manager._peers[PREFILL] = self.peer
         self.manager._ranks.choose(PREFILL, "fake", ((0, 0),), ())
-        self.manager._handle(events.PeerUp(PREFILL, PLAN, "fake"))
+        self.happens(events.PeerUp(PREFILL, PLAN, "fake"))
         self.one, self.other = self.opened(5), self.opened(6)
         self.changes.clear()
 
@@ -94,12 +104,23 @@ class Rig:
     def turn(self) -> None:
         self.manager.io.turn()  # type: ignore[attr-defined]
 
+    def happens(self, event: events.Event) -> None:
+        """The manager handles `event`."""
+        self.manager.post(event)
+        self.turn()
+
+    def moved(self, rank: int, transport: str, event: TransportEvent) -> None:
+        """A rank reports an event of one of its transports."""
+        self.manager.moved(rank, transport, event)
+        self.turn()
+
     def changed(self, change: Any) -> None:
         one = getattr(self, "one", None)
         if one is not None and change.key == one.received_as and type(change) is self.breaks_change:
             self.breaks_change = None
             raise RuntimeError("a bug")
         self.changes.append(change)
+        self.on_change()
 
     def handle(self, *effects: events.Effect) -> None:
         """Something happens that has these effects."""
@@ -111,7 +132,7 @@ class Rig:
             return list(effects)
 
         exchange.handle = once
-        self.manager._handle(events.Tick())
+        self.manager._handle(events.Tick())  # what it leaves for the next turn is still to come
 
     def of(self, transfer: TransferId, kind: type[Any]) -> list[Any]:
         key = transfer.received_as
@@ -276,7 +297,7 @@ def test_a_fence_that_raises_when_a_rank_of_the_peer_has_died_costs_no_other_one
 
     rig.manager._ranks.carry_out = carry_out  # type: ignore[method-assign, assignment]
     gone = PeerGone(RankId(PREFILL, 1), True, PeerLost("gone"))
-    rig.manager._moved(0, "fake", gone)
+    rig.moved(0, "fake", gone)
     assert asked == [(fence, "fake") for fence in fences]
 
 
@@ -285,13 +306,13 @@ def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined
         raise RuntimeError("a bug")
 
     rig.manager.exchange.handle = bug  # type: ignore[method-assign, assignment]
-    rig.manager._handle(events.PeerUp(PREFILL, PLAN, "fake"))
+    rig.happens(events.PeerUp(PREFILL, PLAN, "fake"))
     assert type(rig.line.sent[-1]) is Internal
 
 
 def test_a_last_word_that_was_not_sent_ends_the_session_so_that_the_peer_asks_again(rig: Rig) -> None:
     over = TransferId(99, 0, PREFILL, rig.manager.config.me)
-    rig.manager._handle(events.EndRoom(rig.other.received_as, PeerLost("x").info))
+    rig.happens(events.EndRoom(rig.other.received_as, PeerLost("x").info))
     assert rig.manager.exchange.phase(rig.other) is KVPoll.FAILED, "it waits for a proof"
     for transfer in (over, rig.other):
         rig.line.breaks = transfer
@@ -313,7 +334,7 @@ def test_a_bug_that_a_peer_s_message_meets_ends_its_hand_off_on_both_sides(rig: 
         raise RuntimeError("a bug")
 
     exchange.handle = bug
-    rig.manager._handle(events.Received(PREFILL, Accepted(rig.one)))
+    rig.happens(events.Received(PREFILL, Accepted(rig.one)))
     rig.turn()
     [end] = rig.of(rig.one, events.Phase)
     assert (end.phase, end.error.code) == (KVPoll.FAILED, ErrorCode.INTERNAL)
@@ -331,7 +352,7 @@ def test_what_was_decided_before_a_bug_is_carried_out(rig: Rig, monkeypatch: pyt
         raise RuntimeError("a bug")
 
     monkeypatch.setitem(exchange._handlers, events.EndRoom, ends_and_breaks)
-    rig.manager._handle(events.EndRoom(rig.one.received_as, PeerLost("x").info))
+    rig.happens(events.EndRoom(rig.one.received_as, PeerLost("x").info))
     rig.turn()
     [end] = rig.of(rig.one, events.Phase)
     assert (end.phase, end.error.code) == (KVPoll.FAILED, ErrorCode.PEER_LOST)
@@ -343,7 +364,7 @@ def test_the_timer_waits_for_the_nearest_deadline_also_when_it_came_last(rig: Ri
     transfer = TransferId(9, 0, PREFILL, rig.manager.config.me)
     over = asyncio.Event()
     handle = receive(rig.manager, transfer, 4, 0.01)
-    rig.manager._on_change = lambda change: over.set() if handle.poll().terminal else None
+    rig.on_change = lambda: over.set() if handle.poll().terminal else None
     rig.turn()
     rig.manager.io.loop.run_until_complete(asyncio.wait_for(over.wait(), 60))
     assert handle.error is not None

@@ -83,7 +83,7 @@ def test_the_end_of_a_path_of_an_earlier_session_costs_the_session_that_goes_ove
         assert there.wait(60)
         assert_handed_over(prefill, decode, 33, 8)
         gone = PeerGone(RankId(decode.me), False, PeerLost("its socket was closed"))
-        prefill.manager.io.post(prefill.manager._moved, 0, "shm", gone)
+        prefill.manager.moved(0, "shm", gone)
         assert_handed_over(prefill, decode, 33, 8)
     finally:
         decode.close()

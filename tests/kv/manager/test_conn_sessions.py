@@ -41,7 +41,7 @@ class Session(Line):
 def rig() -> Iterator[Rig]:
     made = Rig()
     made.session = Session(PREFILL, made.manager.hello())  # type: ignore[attr-defined]
-    made.manager._peers[PREFILL].session = made.session  # type: ignore[attr-defined]
+    made.peer.session = made.session  # type: ignore[attr-defined]
     yield made
     made.manager.close()
     made.memory.close()
@@ -101,7 +101,7 @@ def test_what_is_no_message_between_leaders_ends_the_session(rig: Rig) -> None:
 
 
 def test_what_comes_before_the_path_is_open_waits_and_is_heard_in_its_order_once_it_is(rig: Rig) -> None:
-    peer = rig.manager._peers[PREFILL]
+    peer = rig.peer
     opening = rig.manager.io.loop.create_future()
     peer.opening = opening  # type: ignore[assignment]
     told = seen(rig)
@@ -125,7 +125,7 @@ def test_no_more_waits_for_a_path_than_there_is_to_say_of_each_hand_off(
 ) -> None:
     monkeypatch.setattr(managers, "EARLY_PER_TRANSFER", 1 / 1024)
     limit = rig.manager.config.limits.max_transfers // 1024
-    peer = rig.manager._peers[PREFILL]
+    peer = rig.peer
     opening = rig.manager.io.loop.create_future()
     peer.opening = opening  # type: ignore[assignment]
     for _ in range(limit):
@@ -139,7 +139,7 @@ def test_no_more_waits_for_a_path_than_there_is_to_say_of_each_hand_off(
 
 def test_the_end_of_a_session_ends_its_hand_offs_and_the_opening_of_its_path(rig: Rig) -> None:
     elsewhere = _with_another(rig)
-    peer = rig.manager._peers[PREFILL]
+    peer = rig.peer
     opening = rig.manager.io.loop.create_future()
     peer.opening = opening  # type: ignore[assignment]
     rig.manager.closed(session_of(rig), GONE)  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def _with_another(rig: Rig) -> TransferId:
     info = rig.manager.compatibility.info
     rig.manager._peers[ANOTHER] = Peer(Session(ANOTHER), info, "fake", PathSpeed("fake"), PLAN)  # type: ignore[arg-type]
     rig.manager._ranks.choose(ANOTHER, "fake", ((0, 0),), {PREFILL, ANOTHER})
-    rig.manager._handle(events.PeerUp(ANOTHER, PLAN, "fake"))
+    rig.happens(events.PeerUp(ANOTHER, PLAN, "fake"))
     transfer = TransferId(9, 0, ANOTHER, rig.manager.config.me)
     handle = receive(rig.manager, transfer, 4, 60)
     rig.turn()
@@ -184,7 +184,7 @@ def test_a_refusal_ends_what_waits_for_a_peer_that_is_not_there_and_nothing_of_o
 
 
 def test_the_first_word_about_the_choice_of_a_path_counts(rig: Rig) -> None:
-    peer = rig.manager._peers[PREFILL]
+    peer = rig.peer
     rig.manager.received(session_of(rig), PathChosen("fake"))  # type: ignore[arg-type]  # nobody waits for it
     peer.word = rig.manager.io.loop.create_future()
     for name in ("first", "second"):
@@ -206,8 +206,8 @@ def test_what_a_transport_says_of_an_epoch_reaches_its_hand_off_and_of_one_that_
     told = seen(rig)
     epoch, peer = epoch_of(rig, rig.one), RankId(PREFILL)
     broke = TransferFailed("x")
-    rig.manager._moved(2, "fake", Written(peer, epoch, 4, 100, 0.5))
-    rig.manager._moved(2, "fake", WriteFailed(peer, epoch, 4, broke, True))
+    rig.moved(2, "fake", Written(peer, epoch, 4, 100, 0.5))
+    rig.moved(2, "fake", WriteFailed(peer, epoch, 4, broke, True))
     assert told == [
         events.WriteLanded(rig.one, 2, 4, 0.5),
         events.WriteBroken(rig.one, 2, 4, broke.info, True),
@@ -220,7 +220,7 @@ def test_what_a_transport_says_of_an_epoch_reaches_its_hand_off_and_of_one_that_
         WriteFailed(peer, epoch + 100, 4, broke),
         Fenced(peer, epoch + 100, True),
     ):
-        rig.manager._moved(0, "fake", event)
+        rig.moved(0, "fake", event)
     assert told == []
     assert rig.manager.paths()[str(PREFILL)].nbytes == 100
 
@@ -228,8 +228,8 @@ def test_what_a_transport_says_of_an_epoch_reaches_its_hand_off_and_of_one_that_
 def test_a_closed_manager_hears_nothing_any_more(rig: Rig) -> None:
     told, epoch = seen(rig), epoch_of(rig, rig.one)
     rig.manager._closed = True
-    rig.manager._moved(0, "fake", Written(RankId(PREFILL), epoch, 4, 100, 0.5))
-    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), True, GONE))
+    rig.moved(0, "fake", Written(RankId(PREFILL), epoch, 4, 100, 0.5))
+    rig.moved(0, "fake", PeerGone(RankId(PREFILL), True, GONE))
     rig.manager._hashed(events.ChecksumReady(rig.one, 0, 1, 5))
     rig.manager._fence_again(events.Fence(rig.one, 0, RankId(PREFILL), epoch), None)
     assert told == []
@@ -242,7 +242,7 @@ def test_the_end_of_the_path_in_use_ends_its_session_and_is_a_proof_only_if_it_s
 ) -> None:
     elsewhere = _with_another(rig)
     told = seen(rig)
-    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), proven, GONE))
+    rig.moved(0, "fake", PeerGone(RankId(PREFILL), proven, GONE))
     assert told[0] == events.PeerDown(PREFILL, GONE.info, dead=proven, over="fake")
     assert session_of(rig).closed_with == [GONE]
     assert ended(rig, rig.one) == [ErrorCode.PEER_LOST]
@@ -251,30 +251,30 @@ def test_the_end_of_the_path_in_use_ends_its_session_and_is_a_proof_only_if_it_s
 
 @pytest.mark.parametrize("proven", [True, False])
 def test_while_a_path_is_being_chosen_the_end_of_one_ends_nothing(rig: Rig, proven: bool) -> None:
-    peer = rig.manager._peers[PREFILL]
+    peer = rig.peer
     peer.probe = object()  # type: ignore[assignment]
     assert peer.choosing
     told = seen(rig)
-    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), proven, GONE))
+    rig.moved(0, "fake", PeerGone(RankId(PREFILL), proven, GONE))
     assert not [event for event in told if isinstance(event, events.PeerDown)]
     assert session_of(rig).closed_with == []
     peer.take(PathChoice(transport="fake", candidates=[]))
     assert not peer.choosing
-    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), False, GONE))
+    rig.moved(0, "fake", PeerGone(RankId(PREFILL), False, GONE))
     assert session_of(rig).closed_with == [GONE]
 
 
 def test_the_end_of_a_path_that_is_not_in_use_proves_what_was_written_over_it(rig: Rig) -> None:
     told = seen(rig)
-    rig.manager._handle(events.EndRoom(rig.one.received_as, GONE.info))
+    rig.happens(events.EndRoom(rig.one.received_as, GONE.info))
     rig.manager._ranks.choose(PREFILL, "another", ((0, 0),), {PREFILL})
     asked: list[tuple[int, str]] = []
     rank: Any = rig.manager._ranks[0]
     rank.fence = lambda name, peer, epoch: asked.append((epoch, name))
     told.clear()
-    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), False, GONE))
+    rig.moved(0, "fake", PeerGone(RankId(PREFILL), False, GONE))
     assert asked == [], "it proves nothing"
-    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), True, GONE))
+    rig.moved(0, "fake", PeerGone(RankId(PREFILL), True, GONE))
     assert asked == [(epoch_of(rig, rig.one), "fake")]
     assert not [event for event in told if isinstance(event, events.PeerDown)]
     assert session_of(rig).closed_with == []
@@ -284,9 +284,9 @@ def test_a_path_between_our_own_ranks_that_ends_costs_those_who_use_it(rig: Rig)
     elsewhere = _with_another(rig)
     rig.manager._ranks.choose(PREFILL, "fake", ((0, 0),), {PREFILL, ANOTHER}, ((0, 0, 1),))
     own = PeerGone(RankId(rig.manager.config.me, 1), False, GONE)
-    rig.manager._moved(0, "another", own)
+    rig.moved(0, "another", own)
     assert session_of(rig).closed_with == []
-    rig.manager._moved(0, "fake", own)
+    rig.moved(0, "fake", own)
     assert session_of(rig).closed_with == [GONE]
     assert ended(rig, rig.one) == [ErrorCode.PEER_LOST]
     assert ended(rig, elsewhere) == [], "nothing of its KV is passed on"
@@ -294,7 +294,7 @@ def test_a_path_between_our_own_ranks_that_ends_costs_those_who_use_it(rig: Rig)
 
 def test_what_a_path_carries_is_shown_once_it_was_chosen(rig: Rig) -> None:
     """Before that it would be the speed of one that is perhaps not taken."""
-    peer = rig.manager._peers[PREFILL]
+    peer = rig.peer
     assert rig.manager.paths() == {str(PREFILL): peer.speed}
     peer.probe = object()  # type: ignore[assignment]
     assert rig.manager.paths() == {}
@@ -332,11 +332,10 @@ def test_the_next_deadline_is_waited_for_after_every_event_also_one_that_has_no_
 
 
 def test_a_rank_that_is_lost_ends_everything_with_its_reason_and_nothing_begins_any_more(rig: Rig) -> None:
-    heard: list[Any] = []
-    rig.manager._on_rank_lost = heard.append
-    rig.manager._rank_lost(1, GONE)
+    rig.manager.lost(1, GONE)
+    rig.turn()
     assert ended(rig, rig.one) == ended(rig, rig.other) == [ErrorCode.PEER_LOST]
-    assert heard == [GONE]
+    assert rig.losses == [GONE]
     late = TransferId(9, 0, PREFILL, rig.manager.config.me)
     handle = receive(rig.manager, late, 4, 60)
     rig.turn()
@@ -347,9 +346,11 @@ def test_a_rank_that_is_lost_ends_everything_with_its_reason_and_nothing_begins_
 def test_what_a_rank_could_not_grant_ends_its_hand_off_and_an_old_grant_is_nobody_s(rig: Rig) -> None:
     full = OutOfCapacity("no grant is free").info
     epoch = epoch_of(rig, rig.one)
-    rig.manager._now_granted(0, RankId(PREFILL), epoch + 100, full)
+    rig.manager.granted(0, RankId(PREFILL), epoch + 100, full)
+    rig.turn()
     assert ended(rig, rig.one) == ended(rig, rig.other) == []
-    rig.manager._now_granted(0, RankId(PREFILL), epoch, full)
+    rig.manager.granted(0, RankId(PREFILL), epoch, full)
+    rig.turn()
     assert ended(rig, rig.one) == [ErrorCode.OUT_OF_CAPACITY]
     assert ended(rig, rig.other) == []
 
