@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from segue.engine.cpu.cpu_kernels import make_kernels
-from segue.engine.cpu.cpu_numba import _half, wide
+from segue.engine.cpu.cpu_numba import ROUNDED, wide
 from segue.kv.errors import ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -248,7 +248,8 @@ def test_every_float16_is_widened_exactly():
 
 
 def test_float32_is_rounded_to_float16_as_numpy_does():
-    narrow = numba.njit(lambda value: _half(value))
+    rounded = ROUNDED["float16"]
+    narrow = numba.njit(lambda value: rounded(value))
     exact = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint32)
     # each float16 itself, the middle between it and the next one, the floats beside it, and noise

@@ -27,7 +27,7 @@ def timer(at: float) -> DeadlineEntry:
 @given(steps=st.lists(STEP, min_size=20, max_size=120), slack=st.sampled_from([0, 1, 4]))
 def test_deadlines_are_those_of_a_list(steps: list[tuple[str, int]], slack: int) -> None:
     deadlines = Deadlines()
-    deadlines._SLACK = slack  # type: ignore[misc]  # so that a short sequence compacts often
+    deadlines.SLACK = slack  # type: ignore[misc]  # so that a short sequence compacts often
     made: list[DeadlineEntry] = []
     live: list[DeadlineEntry] = []  # in the order in which they were added
     for what, n in steps:

@@ -127,7 +127,7 @@ def run(test: Callable[[Door], Awaitable[None]], **options: Any) -> None:
 def test_without_descriptors_the_oldest_that_has_proven_nothing_goes_and_then_whom_the_owner_chooses(
     code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
 
     async def test(door: Door) -> None:
         first, second, third = [await told(await door.come()) for _ in range(3)]
@@ -220,7 +220,7 @@ def test_a_flood_of_connections_leaves_others_their_turns(monkeypatch: pytest.Mo
         monkeypatch.setattr(module, "accepted", at_once)
         await door.come()
         await seen.wait()
-        assert at[0] <= module._AT_ONCE
+        assert at[0] <= module.AT_ONCE
 
     run(test, limit=1000)
 

@@ -351,7 +351,7 @@ def test_what_a_peer_grants_and_what_waits_for_it_is_bounded(monkeypatch: pytest
     writing.ready(3, 4, 5)
     writing.run()
     assert isinstance(writing.path.error, OutOfCapacity)
-    monkeypatch.setattr(library_out, "_MAX_WAITING", 4)
+    monkeypatch.setattr(library_out, "MAX_WAITING", 4)
     writing = Writing(lambda _n: writing.path.close() is None)
     writing.ready(3)
     writing.write(3, 1, rows=12)
@@ -452,7 +452,7 @@ def test_a_message_that_does_not_fit_is_sent_when_there_is_room_and_then_nobody_
 
 
 def test_a_peer_that_does_not_read_ends_before_our_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_wire, "_MAX_UNSENT_BYTES", 1000)
+    monkeypatch.setattr(library_wire, "MAX_UNSENT_BYTES", 1000)
     made = Stream(Line(room=0))
     made.stream.open()
     for epoch in range(1000):

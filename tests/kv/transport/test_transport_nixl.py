@@ -162,7 +162,7 @@ def test_who_receives_has_a_thread_and_who_writes_moves_on_by_itself() -> None:
     nixl.NixlReceivingEnd(made, regions("cpu"))  # type: ignore[arg-type]
     writing(made)
     assert [agent.useProgThread for agent in made.agents] == [True, False]
-    assert {agent.pthrDelay for agent in made.agents} == {nixl._LOOK_US}
+    assert {agent.pthrDelay for agent in made.agents} == {nixl.LOOK_US}
 
 
 def test_a_write_is_done_when_nixl_says_success_and_its_handle_is_given_back_then() -> None:

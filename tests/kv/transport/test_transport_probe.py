@@ -131,7 +131,7 @@ def test_a_path_is_compared_with_what_the_host_does_in_memory_or_over_a_socket()
 def test_what_this_host_can_do_is_the_best_of_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is measured once, while a deployment starts, and kept."""
     turns = iter([1e9, 3e9, 2e9])
-    monkeypatch.setattr(probe, "_socket_speed", lambda: next(turns))
+    monkeypatch.setattr(probe, "socket_speed", lambda: next(turns))
     monkeypatch.setattr(probe, "memory_speed", lambda: 9e9)
     assert probe._host_speed.__wrapped__().socket_bytes_per_s == 3e9
 
@@ -150,7 +150,7 @@ def test_pairs_that_ask_at_once_what_this_host_can_do_measure_it_once(
         return turn * 1e9
 
     monkeypatch.setattr(probe, "memory_speed", counted)
-    monkeypatch.setattr(probe, "_socket_speed", lambda: 1e9)
+    monkeypatch.setattr(probe, "socket_speed", lambda: 1e9)
     monkeypatch.setattr(probe, "_host_speed", cache(probe._host_speed.__wrapped__))
     with ThreadPoolExecutor(2) as pool:
         found = [asked.result(30) for asked in [pool.submit(probe.host_speed) for _ in range(2)]]

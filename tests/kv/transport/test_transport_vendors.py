@@ -310,7 +310,7 @@ def test_mori_a_peer_that_is_silent_is_not_connected_and_its_status_is_kept(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library writes into the status whenever the read ends."""
-    monkeypatch.setattr("segue.kv.transport.mori._MEET_MS", 1)
+    monkeypatch.setattr("segue.kv.transport.mori.MEET_MS", 1)
     writer, reader = (mori_library(rank(word)) for word in ("aaaa", "bbbb"))
     source, target = host_arrays(MiB), host_arrays(MiB)
     blob = reader.receiving(rank("aaaa"), target, b"").blob
@@ -413,7 +413,7 @@ def test_ascend_the_first_path_decides_the_role_and_the_other_one_is_refused(end
 def test_ascend_a_peer_is_connected_when_its_memory_is_seen(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("segue.kv.transport.ascend._AGAIN_S", 0.01)
+    monkeypatch.setattr("segue.kv.transport.ascend.AGAIN_S", 0.01)
     double_memfabric.FAULTS.unseen = 3
     writer, reader = ends(ascend, npu_memory(PAGE_BYTES), npu_memory(PAGE_BYTES))
     assert double_memfabric.FAULTS.unseen < 0
@@ -423,8 +423,8 @@ def test_ascend_a_peer_is_connected_when_its_memory_is_seen(
 def test_ascend_a_peer_that_is_never_seen_is_not_connected(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("segue.kv.transport.ascend._AGAIN_S", 0.01)
-    monkeypatch.setattr("segue.kv.transport.ascend._MEET_S", 0.05)
+    monkeypatch.setattr("segue.kv.transport.ascend.AGAIN_S", 0.01)
+    monkeypatch.setattr("segue.kv.transport.ascend.MEET_S", 0.05)
     double_memfabric.FAULTS.unseen = 1000
     with pytest.raises(BootstrapTimeout, match="did not find"):
         ends(ascend, npu_memory(PAGE_BYTES), npu_memory(PAGE_BYTES))

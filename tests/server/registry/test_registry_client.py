@@ -41,7 +41,7 @@ from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.limits import Limits
 from segue.server.http.guarded_http import ErrorBody
 from segue.server.registry.backends import HttpBackend, RegistryBackend, StoreBackend
-from segue.server.registry.client import InstanceView, LocalRegistry, Registry, RegistryClient
+from segue.server.registry.client import ErrorReport, InstanceView, LocalRegistry, Registry, RegistryClient
 from segue.server.registry.message_headers import DIGEST_HEADER, digest_of
 from segue.server.registry.registry_records import (
     DrainFlag,
@@ -913,10 +913,15 @@ class Answers:
 
 
 def registry_on(
-    backend: Answers, clock: VirtualClock | None = None, ttl_s: float = 1e-6, **limits: int
+    backend: Answers,
+    clock: VirtualClock | None = None,
+    ttl_s: float = 1e-6,
+    on_error: ErrorReport | None = None,
+    **limits: int,
 ) -> LocalRegistry:
     store = RegistryStore(VirtualClock(), ttl_s=1.0)
-    made = LocalRegistry(store, limits=Limits(registry_ttl_s=ttl_s, **limits), clock=clock)  # type: ignore[arg-type]
+    bounds = Limits(registry_ttl_s=ttl_s, **limits)  # type: ignore[arg-type]
+    made = LocalRegistry(store, limits=bounds, on_error=on_error, clock=clock)
     made.backend = backend  # type: ignore[assignment]
     return made
 
@@ -972,10 +977,9 @@ def noted(registry: LocalRegistry) -> list[float]:
 def test_a_keep_alive_that_failed_is_said_again_soon_and_one_that_did_not_after_a_third_of_the_ttl() -> None:
     async def main() -> None:
         backend = Answers()
-        registry = registry_on(backend, ttl_s=30.0)
-        await registry.register(record(A))
         away, troubles = BootstrapUnreachable("away"), list[SegueError | None]()
-        registry._on_error = lambda _: troubles.append(registry.last_error)
+        registry = registry_on(backend, ttl_s=30.0, on_error=lambda _: troubles.append(registry.last_error))
+        await registry.register(record(A))
         backend.errors[:] = [None, *[away] * 7, None, away]
         pauses = noted(registry)
         keeping = asyncio.create_task(registry.keep_alive(A))
@@ -1332,8 +1336,7 @@ def test_a_registry_that_has_not_heard_of_an_instance_for_a_ttl_is_told_its_room
 def test_between_many_rooms_an_instance_says_that_it_lives_and_goes_on_where_it_stopped() -> None:
     async def main() -> None:
         backend, clock = Answers(), VirtualClock()
-        registry = registry_on(backend, clock)
-        registry._ttl_s = 30.0
+        registry = registry_on(backend, clock, ttl_s=30.0)
         rooms = range(5, 30)
         await registry.register(record(A))
         for room in rooms:

@@ -24,7 +24,7 @@ class Deadlines:
     number of live timers plus a constant.
     """
 
-    _SLACK = 64
+    SLACK = 64
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, DeadlineEntry]] = []
@@ -39,7 +39,7 @@ class Deadlines:
         self._sequence += 1
         self.live += 1
         heapq.heappush(self._heap, (timer.at, self._sequence, timer))
-        if len(self._heap) > self._SLACK + 2 * self.live:
+        if len(self._heap) > self.SLACK + 2 * self.live:
             self._heap = [entry for entry in self._heap if entry[2].live]
             heapq.heapify(self._heap)
 

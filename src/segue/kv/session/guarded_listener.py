@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: Nothing tells when the system has descriptors again, so this one wait is blind.
-_PAUSE_S: Final = 0.1
+PAUSE_S: Final = 0.1
 #: Connections that are accepted before those that are there have their turn: a flood must not keep heads that
 #: have arrived from being read, nor streams from going on.
-_AT_ONCE: Final = 16
+AT_ONCE: Final = 16
 
 
 class PendingProtocol(Protocol):
@@ -114,7 +114,7 @@ class GuardedListener:
         loop = asyncio.get_running_loop()
         for number in itertools.count(1):
             # A connection that is there is accepted without a turn of the loop.
-            if number % _AT_ONCE == 0:
+            if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
             try:
                 sock, where = await accepted(loop, listener)
@@ -127,7 +127,7 @@ class GuardedListener:
                     self._drop(self.pending.oldest())
                 else:
                     self._make_room()
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
                 continue
             self._admit(sock, where)
 

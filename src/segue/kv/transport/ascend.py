@@ -36,8 +36,8 @@ from segue.kv.transport.tcp.tcp_wire import PartRows
 
 PAGE_BYTES = 2 * 2**20
 #: A peer's memory is seen by a thread of the library that looks every 3 s.
-_MEET_S = 30.0
-_AGAIN_S = 0.5
+MEET_S = 30.0
+AGAIN_S = 0.5
 _PROBE_BYTES = 64
 _DRIVER = Path("/dev/davinci_manager")
 
@@ -179,11 +179,11 @@ class AscendWritingEnd(WritingEnd):
 
     def meet(self, scratch: Any) -> None:
         """Wait until the library knows the peer's memory, which it tells nobody. Raises BootstrapTimeout."""
-        theirs, deadline = self._target.regions[0].address, monotonic() + _MEET_S
+        theirs, deadline = self._target.regions[0].address, monotonic() + MEET_S
         while self._engine.transfer_sync_read(self._session, scratch.data_ptr(), theirs, _PROBE_BYTES) != 0:
             if monotonic() > deadline:
-                raise BootstrapTimeout(f"memfabric did not find {self._session} within {_MEET_S} s")
-            threading.Event().wait(_AGAIN_S)
+                raise BootstrapTimeout(f"memfabric did not find {self._session} within {MEET_S} s")
+            threading.Event().wait(AGAIN_S)
 
     def post(self, rows: PartRows) -> Handle:
         """See `WritingEnd.post`."""

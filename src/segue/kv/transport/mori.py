@@ -34,7 +34,7 @@ from segue.kv.transport.tcp.tcp_wire import PartRows
 
 #: As SGLang has them: what one send queue holds is too little for a hand-off.
 _QUEUE_PAIRS = _WORKERS = 4
-_MEET_MS = 20_000
+MEET_MS = 20_000
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 Descriptor = Annotated[bytes, msgspec.Meta(max_length=4096)]
@@ -168,11 +168,11 @@ class MoriWritingEnd(WritingEnd):
         engine = self._library.engine
         uid = engine.allocate_transfer_uid()
         (status,) = engine.batch_read([self._library.scratch], [[0]], [self._theirs[0]], [[0]], [[1]], [uid])
-        status.WaitFor(_MEET_MS)
+        status.WaitFor(MEET_MS)
         if not status.Succeeded():
             self._library.unfinished.append(status)
             if status.InProgress():
-                raise BootstrapTimeout(f"mori read nothing from its peer within {_MEET_MS} ms")
+                raise BootstrapTimeout(f"mori read nothing from its peer within {MEET_MS} ms")
             raise TransferFailed(f"mori cannot reach its peer: {status.Message()}")
 
     def post(self, rows: PartRows) -> Handle:

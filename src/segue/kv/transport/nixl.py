@@ -45,7 +45,7 @@ from segue.kv.transport.tcp.tcp_wire import PartRows, Rows
 #: One per version of CUDA. The Python class around it would let the progress thread spin.
 _MODULES = ("nixl_cu12._bindings", "nixl_cu13._bindings")
 #: UCX may miss a wake-up (a comment in its back-end says so), then a receiving agent looks by itself.
-_LOOK_US = 10_000
+LOOK_US = 10_000
 #: With these alone, whatever lands in host memory is put there by a thread of the receiving agent.
 _OURS = frozenset({"tcp", "cuda_copy"})
 _SIOCGIFADDR = 0x8915
@@ -131,7 +131,7 @@ class NixlLibrary(Library):
 def _agent(nixl: ModuleType, progress: bool) -> Any:
     config = nixl.nixlAgentConfig()
     config.useProgThread = progress
-    config.pthrDelay = _LOOK_US
+    config.pthrDelay = LOOK_US
     agent = nixl.nixlAgent(f"segue-{secrets.token_hex(8)}", config)
     agent.createBackend("UCX", {})
     return agent

@@ -176,7 +176,7 @@ def _host_speed() -> HostSpeed:
     """The best of several turns of both: it runs while a deployment starts, on a busy host."""
     return HostSpeed(
         memory_bytes_per_s=memory_speed(),
-        socket_bytes_per_s=max(_socket_speed() for _ in range(_HOST_TURNS)),
+        socket_bytes_per_s=max(socket_speed() for _ in range(_HOST_TURNS)),
     )
 
 
@@ -186,7 +186,8 @@ def memory_speed() -> float:
     return _HOST_BYTES / min(_seconds(lambda: np.copyto(target, source)) for _ in range(_HOST_TURNS))
 
 
-def _socket_speed() -> float:
+def socket_speed() -> float:
+    """Bytes per second through a pair of sockets."""
     data, target = bytes(2**20), bytearray(2**20)
     times = _HOST_BYTES // len(data)
     ours, theirs = socket.socketpair()

@@ -39,7 +39,7 @@ POLL_S = 0.0005
 MAX_IN_FLIGHT_BYTES = 32 * 2**20
 MAX_IN_FLIGHT_POSTS = 64
 #: Pieces that wait for one peer.
-_MAX_WAITING = 65536
+MAX_WAITING = 65536
 
 Call = Callable[[], None]
 
@@ -262,7 +262,7 @@ class WritingPath:
 
     def _write(self, write: Write, blocks: Sequence[CopyBlock]) -> None:
         assert self._target is not None
-        if len(self._queue) >= _MAX_WAITING:
+        if len(self._queue) >= MAX_WAITING:
             self._finish(write, OutOfCapacity(f"too many writes to {self.peer} are waiting"))
             return
         if write.epoch not in self._granted:

@@ -26,7 +26,7 @@ from segue.kv.transport.net.ioloop import IoLoop, Timer
 from segue.kv.transport.net.stream import RECORD_BYTES, Channel
 
 MAX_FRAME_BYTES = 4 * 2**20
-_MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
+MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
 _HEAD_BYTES = 4
 
 Epoch = int  # msgpack itself has none of more than 64 bits
@@ -181,7 +181,7 @@ class ControlStream:
         if owes:
             self.expect()
         self._unsent += frame(message)
-        if len(self._unsent) > _MAX_UNSENT_BYTES:
+        if len(self._unsent) > MAX_UNSENT_BYTES:
             self._end(PeerLost(f"{self._peer} does not read what it is told", peer=str(self._peer)))
         elif not self._waits:
             self._guard(self._push)
