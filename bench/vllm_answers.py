@@ -36,7 +36,7 @@ def run(transport: str, model: Path, log: Path, answers: int, requests: int) -> 
             sides.append(
                 Engine(f"{transport}-{role}", core, log, model=str(model), kv_transfer_config=config)
             )
-        prefill, decode = sides
+        prefill, decode = (side.wait() for side in sides)
         clients = Clients(prefill, decode, port.port)
         asked = prompts(answers, seed=11)
         wanted = unified(decode, "u", asked)

@@ -11,9 +11,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -35,8 +37,8 @@ ENGINE: dict[str, Any] = {
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def environment(core: int) -> dict[str, str]:
-    """Of a vLLM whose forward runs on one core."""
+def environment(core: int | str) -> dict[str, str]:
+    """Of a vLLM whose forward runs on one core; `"0|1"`: those of its ranks."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT / "src"),
@@ -48,9 +50,9 @@ def environment(core: int) -> dict[str, str]:
     }
 
 
-def make_model(folder: Path) -> Path:
-    """The dummy model, written by vLLM's own environment."""
-    command = [PYTHON, HERE / "dummy_model.py", folder]
+def make_model(folder: Path, **sizes: int) -> Path:
+    """The dummy model, written by vLLM's own environment; `sizes` are those of `LlamaConfig`."""
+    command = [PYTHON, HERE / "dummy_model.py", folder, json.dumps(sizes)]
     subprocess.run(command, env=environment(0), check=True, timeout=120, capture_output=True)
     return folder
 
@@ -66,16 +68,41 @@ def transfer_config(role: str, policy: str = "recompute", **extra: Any) -> dict[
     }
 
 
-class Engine:
-    """One engine. Events come by a thread of their own; each wait has a deadline."""
+def make_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of the dummy model, of random weights."""
+    from safetensors.numpy import save_file
 
-    def __init__(self, name: str, core: int, log: Path, **arguments: Any) -> None:
+    draw = np.random.default_rng(seed)
+    weights = {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}_proj.lora_{half}.weight": draw.normal(
+            0, 0.5, shape
+        ).astype(np.float32)
+        for layer in range(2)
+        for name, rows in (("q", 128), ("v", 64))
+        for half, shape in (("A", (8, 128)), ("B", (rows, 8)))
+    }
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8, "bias": "none"}
+    (folder / "adapter_config.json").write_text(
+        json.dumps({**config, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0})
+    )
+    return folder
+
+
+class Engine:
+    """One engine, which starts beside others; `wait` is for its start. Events come by a thread of their own;
+    each wait has a deadline."""
+
+    def __init__(
+        self, name: str, core: int, log: Path, *, env: Mapping[str, str] | None = None, **arguments: Any
+    ) -> None:
         self.name = name
         command = [str(PYTHON), str(HERE / "vllm_side.py"), json.dumps({**ENGINE, **arguments})]
         with (log / f"{name}.log").open("ab") as stderr:
             self.process = subprocess.Popen(
                 command,
-                env=environment(core),
+                env={**environment(core), **(env or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -87,11 +114,16 @@ class Engine:
         self.done: dict[str, dict[str, Any]] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self.version = ""
+
+    def wait(self, within_s: float = 150) -> Engine:
+        """The engine, once it can be asked."""
         try:
-            self.version = self.event("ready", 120)["version"]
+            self.version = self.version or self.event("ready", within_s)["version"]
         except AssertionError:
             self.close()
             raise
+        return self
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -120,9 +152,11 @@ class Engine:
             if event["event"] == kind:
                 return event
 
-    def ask(self, name: str, tokens: list[int], count: int, params: dict[str, Any] | None = None) -> None:
+    def ask(
+        self, name: str, tokens: list[int], count: int, params: dict[str, Any] | None = None, **more: Any
+    ) -> None:
         """Begin a request."""
-        self.send(id=name, tokens=tokens, max_tokens=count, params=params)
+        self.send(id=name, tokens=tokens, max_tokens=count, params=params, **more)
 
     def answer(self, name: str, within_s: float = 60) -> dict[str, Any]:
         """The end of a request."""
@@ -209,17 +243,21 @@ class Clients:
         engine_id = self.engine_id()
 
         def begin(number: int) -> None:
-            transfer = {"transfer_id": f"{label}{number}"}
-            to_decode = {
-                "do_remote_prefill": True,
-                "remote_bootstrap_addr": f"http://127.0.0.1:{self.query_port}",
-                "remote_engine_id": engine_id,
-                **transfer,
-            }
+            to_prefill, to_decode = self.transfer(f"{label}{number}", engine_id)
             self.decode.ask(f"d{label}{number}", asked[number], count, to_decode)
-            self.prefill.ask(f"p{label}{number}", asked[number], 1, {**TO_PREFILL, **transfer})
+            self.prefill.ask(f"p{label}{number}", asked[number], 1, to_prefill)
 
         return self._all(label, len(asked), at_once, begin, lambda number: None)
+
+    def transfer(self, name: str, engine_id: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+        """The params of one request of the concurrent flow: to prefill, to decode."""
+        to_decode = {
+            "do_remote_prefill": True,
+            "remote_bootstrap_addr": f"http://127.0.0.1:{self.query_port}",
+            "remote_engine_id": engine_id or self.engine_id(),
+            "transfer_id": name,
+        }
+        return {**TO_PREFILL, "transfer_id": name}, to_decode
 
     def engine_id(self) -> str:
         """What a router learns at `GET /query`."""

@@ -1,8 +1,9 @@
 """One vLLM engine in this process, driven by lines of JSON: `python vllm_side.py '{"model": …}'`.
 
-Reads requests from stdin (`{"id", "tokens", "max_tokens", "params"}`, `{"abort": id}`, `{"count": true}`) and
-writes events to stdout, a line each: `ready`, `done`, `failed`, `counts`. It steps while vLLM has work and
-waits for a line when it has none. vLLM's own log goes to stderr.
+Reads requests from stdin (`{"id", "tokens", "max_tokens", "params", "lora"}`, `{"abort": id}`,
+`{"count": true}`, `{"flip": n}`: a byte of each of the next n chunks changes in memory before it is hashed)
+and writes events to stdout, a line each: `ready`, `done`, `failed`, `counts`. It steps while vLLM has work
+and waits for a line when it has none. vLLM's own log goes to stderr.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ def read_lines(lines: queue.Queue[dict[str, Any] | None]) -> None:
 def main() -> None:
     import vllm
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     llm = LLM(**json.loads(sys.argv[1]))
     engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
     lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threading.Thread(target=read_lines, args=(lines,), daemon=True).start()
     outcomes = count_outcomes(core.scheduler.connector)
+    stamps = Stamps(core.scheduler.connector)
     say(event="ready", version=vllm.__version__)
     ids: dict[str, str] = {}
+    flips = Flips()
     while True:
         busy = core.scheduler.has_requests()
         try:
@@ -53,6 +57,8 @@ def main() -> None:
         if "abort" in line:
             if found := [key for key, name in ids.items() if name == line["abort"]]:
                 engine.abort_request(found, internal=True)
+        elif "flip" in line:
+            flips.left = line["flip"]
         elif "count" in line:
             say(event="counts", outcomes=dict(outcomes), **counts(core))
         elif line:
@@ -63,21 +69,77 @@ def main() -> None:
                 detokenize=False,
                 extra_args={"kv_transfer_params": line["params"]} if line.get("params") else None,
             )
-            ids[engine.add_request(line["id"], {"prompt_token_ids": line["tokens"]}, params)] = line["id"]
+            lora = LoRARequest(*line["lora"]) if line.get("lora") else None
+            prompt = {"prompt_token_ids": line["tokens"]}
+            ids[engine.add_request(line["id"], prompt, params, lora_request=lora)] = line["id"]
         if core.scheduler.has_requests():
             for output in engine.step():
                 if output.finished:
                     said = output.outputs[0]
+                    internal = next((key for key, name in ids.items() if name == output.request_id), "")
+                    ids.pop(internal, None)
                     say(
                         event="done",
                         id=output.request_id,
                         tokens=list(said.token_ids),
                         reason=said.finish_reason,
                         params=output.kv_transfer_params,
+                        **stamps.take(internal),
                     )
             if not core.scheduler.running:
                 time.sleep(0.001)  # as vLLM's own loop does
     core.shutdown()
+
+
+class Stamps:
+    """When each request's first step was scheduled (`began`), and when the KV of its last step was complete
+    (`computed`), in seconds of the system's monotonic clock: taken inside a connector's calls."""
+
+    def __init__(self, scheduler_side: Any) -> None:
+        self._step: list[str] = []
+        self._times: dict[str, dict[str, float]] = {}
+        if scheduler_side is None:
+            return
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker_side = get_kv_transfer_group()
+        build, save = scheduler_side.build_connector_meta, worker_side.wait_for_save
+
+        def built(output: Any) -> Any:
+            self._step = list(output.num_scheduled_tokens)
+            for name in self._step:
+                self._times.setdefault(name, {"began": time.monotonic()})
+            return build(output)
+
+        def saved() -> Any:
+            for name in self._step:
+                if name in self._times:
+                    self._times[name]["computed"] = time.monotonic()
+            self._step = []
+            return save()
+
+        scheduler_side.build_connector_meta, worker_side.wait_for_save = built, saved
+
+    def take(self, name: str) -> dict[str, float]:
+        """Those of a request that has ended."""
+        return self._times.pop(name, {})
+
+
+class Flips:
+    """Changes a byte of a chunk where it lies, between its landing and its checksum."""
+
+    def __init__(self) -> None:
+        from segue.kv.ranks import checksums
+
+        self.left = 0
+        self._checksum = checksums.checksum
+        checksums.checksum = self._flipped
+
+    def _flipped(self, regions: Any, content: Any) -> int:
+        if self.left:
+            self.left -= 1
+            regions[0][int(content.ranges()[0, 0]) + 5] ^= 0x10
+        return self._checksum(regions, content)
 
 
 def count_outcomes(connector: Any) -> Counter[str]:
@@ -88,7 +150,8 @@ def count_outcomes(connector: Any) -> Counter[str]:
 
         def counted() -> Any:
             found = stats()
-            outcomes.update(found.data["outcomes"] if found is not None else {})
+            mine = found.data.get("SegueConnector", found) if found is not None else None
+            outcomes.update(mine.data.get("outcomes", {}) if mine is not None else {})
             return found
 
         connector.get_kv_connector_stats = counted
@@ -103,8 +166,9 @@ def counts(core: Any) -> dict[str, Any]:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         for side in (core.scheduler.connector, get_kv_transfer_group()):
-            for name, count in side.sizes().items():
-                held[name] = held.get(name, 0) + count
+            for part in getattr(side, "sub_connectors", [side]):
+                for name, count in part.sizes().items() if hasattr(part, "sizes") else ():
+                    held[name] = held.get(name, 0) + count
     return {
         "free_blocks": pool.get_num_free_blocks(),
         "requests": len(core.scheduler.requests),
