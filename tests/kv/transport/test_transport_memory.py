@@ -13,16 +13,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from ranks import make_shm, options, rank
-from segue.kv.errors import ConfigError, OutOfCapacity, TransferFailed
+from segue.kv.errors import ConfigError, Internal, OutOfCapacity, TransferFailed
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.spec import KVShape, PlaneSpec, PoolSpec
 from segue.kv.transport.fake import FakeTransport
 from segue.kv.transport.memory import ranges
+from segue.kv.transport.memory.device_tensors import flat_tensor, why_no_tensors
 from segue.kv.transport.memory.host_memory import available_bytes, limited_groups
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, Region, allocate, host_region
-from segue.kv.transport.memory.tensors import _plane, _regions, _view, pool_of
+from segue.kv.transport.memory.tensors import PointerView, _plane, _regions, _view, pool_of
 from segue.kv.transport.shm.shm_transport import ShmTransport
 from segue.kv.transport.tcp.tcp_transport import TcpTransport
 
@@ -367,6 +369,15 @@ def test_tensors_that_do_not_fit_together_are_no_pool(other: Tensor) -> None:
             pool_of(SHAPE, [layer])
 
 
+def test_layers_on_two_devices_are_no_pool_though_their_addresses_do_not_overlap() -> None:
+    views = [
+        PointerView(address=at, shape=(2, 4, 1, 8), strides=(64, 16, 16, 2), item_bytes=2, device=device)
+        for at, device in ((1 << 40, "cuda:0"), (1 << 41, "cuda:1"))
+    ]
+    with pytest.raises(ConfigError, match=r"layers\[0\]\[1\]\.device is cuda:1"):
+        pool_of(SHAPE, [views])
+
+
 def test_interleaved_tensors_are_one_region_that_keeps_them_all() -> None:
     whole = np.zeros((2, 4, 2, 8), np.float16)  # pages, tokens, K or V, items
     views = [whole[:, :, k_v, None] for k_v in (0, 1)]
@@ -386,3 +397,20 @@ def test_a_tensor_lies_only_in_memory_of_its_own_device() -> None:
     assert _plane(_view(Tensor()), memory.regions).region == 1
     with pytest.raises(ConfigError, match="none of the memory's regions"):
         _plane(_view(Tensor(device="cpu")), memory.regions)
+
+
+@pytest.mark.parametrize(("before", "behind"), [(0, 1), (1, 0)])
+def test_a_region_outside_the_storage_of_its_tensor_is_no_memory(before: int, behind: int) -> None:
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    whole = Region(tensor.data_ptr(), 64, "cpu:0", owner=tensor)
+    assert flat_tensor(whole).data_ptr() == tensor.data_ptr()
+    outside = Region(tensor.data_ptr() - before, 64 + behind, "cpu:0", owner=tensor)
+    with pytest.raises(Internal, match="does not lie in the storage"):
+        flat_tensor(outside)
+
+
+def test_a_region_that_was_joined_from_several_tensors_is_read_by_one_of_them() -> None:
+    tensor = torch.arange(64, dtype=torch.uint8)
+    joined = Region(tensor.data_ptr(), 64, "cpu:0", owner=((object(), tensor), object()))
+    assert why_no_tensors(Memory([joined])) == ""
+    assert torch.equal(flat_tensor(joined), tensor)

@@ -157,12 +157,13 @@ def test_slots_are_given_in_turn_and_no_peer_has_more_than_half() -> None:
 def test_a_peer_that_had_to_wait_for_its_share_is_next_and_not_last() -> None:
     slots = Slots(0, 10, 2)
     got: list[str] = []
-    for name in ("a1", "a2", "b1", "b2", "c1"):
+    for name in ("a1", "b1", "a2", "c1", "d1"):
         slots.take(name[0], lambda _, name=name: got.append(name) or True)
     assert got == ["a1", "b1"]
-    slots.give(0)
     slots.give(10)
-    assert got == ["a1", "b1", "a2", "b2"]
+    assert got[2:] == ["c1"]
+    slots.give(0)
+    assert got[3:] == ["a2"]
 
 
 def test_pieces_hold_what_a_slot_holds_and_all_of_it() -> None:
