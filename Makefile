@@ -105,8 +105,9 @@ $(SGLANG)/.segue-setup: pyproject.toml tests/sglang_engines/requirements.txt | $
 	@$(SGLANG)/bin/python -m pip install $(QUIET) --no-deps -r tests/sglang_engines/requirements.txt -e .
 	@touch $@
 
-test-sglang: $(SGLANG)/.segue-setup ## the transfer backend in real SGLang engines on CPUs
-	@$(TEST_ENV) $(BIN)/pytest -n 0 -m sglang --timeout=300 $(ARGS)
+test-sglang: $(SGLANG)/.segue-setup ## the transfer backend in real SGLang engines on CPUs, and through SGLang's queues
+	@$(TEST_ENV) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=tests/sglang_engines/absent \
+		$(SGLANG)/bin/python -m pytest -n 0 -m sglang -W default --timeout=600 tests/sglang_engines $(ARGS)
 
 soak: transports ## the long tests that the other two leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)

@@ -12,6 +12,7 @@ FOLDERS = [
     _TESTS / "e2e" / "chaos",
     _TESTS / "vllm_engines",
     _TESTS / "integrations" / "vllm",
+    _TESTS / "sglang_engines",
     _TESTS,
 ]
 sys.path[:0] = map(str, FOLDERS)

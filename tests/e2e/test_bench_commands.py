@@ -41,7 +41,7 @@ SMALLEST = {
 ELSEWHERE = {"changes", "etcd", "kills", "sim_many"}
 ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
 #: These need another commit's tree, vLLM, or gigabytes of memory.
-ELSEWHERE |= {"holes", "per_request", "vllm_answers", "staging", "sglang_pages"}
+ELSEWHERE |= {"holes", "per_request", "vllm_answers", "staging", "sglang_answers", "sglang_pages"}
 
 
 def test_no_measurement_is_forgotten() -> None:

@@ -1,24 +1,86 @@
-"""One SGLang engine in a process: `python sglang_side.py MODE MODEL PORT BOOTSTRAP_PORT` reads jobs as JSON
-lines and answers each with a line. MODE is prefill, decode, or null for an engine that does both."""
+"""One SGLang engine: `python sglang_side.py MODE MODEL PORT BOOTSTRAP_PORT OPTIONS` reads jobs as JSON lines
+and answers each with a line, in any order. MODE is prefill, decode, or null for an engine that does both.
+OPTIONS are those of SGLang's `Engine`, as JSON.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
+import multiprocessing
 import os
 import sys
+from pathlib import Path
+from typing import Any
+
+
+async def serve(engine: Any, mode: str, bootstrap: int, answers: Any) -> None:
+    """Answer jobs until standard input ends."""
+    loop = asyncio.get_running_loop()
+    tasks = set()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        job = json.loads(line)
+        if "abort" in job:
+            for name in list(engine.tokenizer_manager.rid_to_state):
+                if name.startswith(f"{job['abort']}-"):
+                    engine.tokenizer_manager.abort_request(name)
+            continue
+        tasks.add(loop.create_task(_answer(engine, mode, bootstrap, job, answers)))
+        tasks = {task for task in tasks if not task.done()}
+
+
+async def _answer(engine: Any, mode: str, bootstrap: int, job: dict[str, Any], answers: Any) -> None:
+    count = len(job["prompts"])
+    more = dict(job.get("more", {}))
+    if mode != "null":
+        more |= {
+            "bootstrap_host": ["127.0.0.1"] * count,
+            "bootstrap_port": [bootstrap] * count,
+            "bootstrap_room": job["rooms"],
+        }
+    sampling = {"temperature": 0, "max_new_tokens": job["tokens"]}
+    try:
+        found = await engine.async_generate(
+            job["prompts"],
+            sampling,
+            return_logprob=job.get("logprobs", False),
+            top_logprobs_num=2 if job.get("logprobs") else None,
+            rid=[f"{job['id']}-{number:04d}" for number in range(count)],
+            **more,
+        )
+        answer = {
+            "texts": [one["text"] for one in found],
+            "ids": [one["output_ids"] for one in found],
+            "ends": [str(one["meta_info"]["finish_reason"]) for one in found],
+        }
+        if job.get("logprobs"):
+            answer["leads"] = [
+                [top[0][0] - top[1][0] for top in one["meta_info"]["output_top_logprobs"]] for one in found
+            ]
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps({"id": job["id"], **answer}), file=answers)
 
 
 def main() -> None:
-    mode, model, port, bootstrap = sys.argv[1:5]
+    mode, model, port, bootstrap, more = sys.argv[1:6]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    # SGLang spawns its processes, each of which then imports for 20 s; these are forked after the imports.
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]
+    importlib.import_module("sglang.srt.managers.scheduler")
     from sglang.srt.entrypoints.engine import Engine
 
+    if "SGLANG_PROBE" in os.environ:
+        import sglang_probe
+
+        sglang_probe.install(Path(os.environ["SGLANG_PROBE"]))
     options = {
         "model_path": model,
         "device": "cpu",
         "attention_backend": "torch_native",
-        "dtype": "bfloat16",
         "page_size": 16,
         "chunked_prefill_size": 64,
         "disable_overlap_schedule": True,
@@ -38,28 +100,9 @@ def main() -> None:
     if mode == "decode":
         # The default calls CUDA's runtime, also without a GPU.
         options |= {"disaggregation_decode_retraction_backup": "cpu_tensor"}
-    engine = Engine(**options)
-    print(json.dumps({"ready": mode}), file=answers)
-    for line in sys.stdin:
-        job = json.loads(line)
-        where = {}
-        if mode != "null":
-            count = len(job["prompts"])
-            where = {
-                "bootstrap_host": ["127.0.0.1"] * count,
-                "bootstrap_port": [int(bootstrap)] * count,
-                "bootstrap_room": job["rooms"],
-            }
-        sampling = {"temperature": 0, "max_new_tokens": job["tokens"]}
-        try:
-            found = engine.generate(job["prompts"], sampling_params=sampling, **where)
-            answer = {
-                "texts": [one["text"] for one in found],
-                "ends": [str(one["meta_info"]["finish_reason"]) for one in found],
-            }
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers)
+    engine = Engine(**options | json.loads(more))
+    print(json.dumps({"id": "ready"}), file=answers)
+    engine.loop.run_until_complete(serve(engine, mode, int(bootstrap), answers))
 
 
 if __name__ == "__main__":

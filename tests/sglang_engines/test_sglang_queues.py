@@ -1,0 +1,224 @@
+"""Incidents of disaggregated serving, by their numbers in SGLang's tracker, through its queues and pools."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("sglang", exc_type=ImportError)
+
+import torch
+from sglang.srt.managers.disagg_service import start_disagg_service
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang_queues import PAGE, TOKENS, Decode, Prefill, publish_configuration, request, turns
+
+from segue.engine.models.model_store import DEFAULT_MODEL, resolve_model
+from segue.integrations.sglang import sglang_plugin
+from segue.integrations.sglang.sglang_handoffs import SenderHalf
+from segue.kv import new_room
+
+pytestmark = [pytest.mark.sglang, pytest.mark.model]
+#: tables that remember ends until their deadline, peers, and the uses of rooms
+REMEMBERED = {"ended", "deadlines", "peers", "room_uses"}
+Ranks = tuple[Prefill, Prefill, Decode]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def configuration() -> None:
+    """Two DP ranks of prefill: decode asks the bootstrap server which one has a room."""
+    model = str(resolve_model(DEFAULT_MODEL, progress=lambda *_: None))
+    publish_configuration(model, dp_size=2, load_balance_method="round_robin")
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Two DP ranks of prefill and one rank of decode, with prefill's bootstrap server."""
+    server = start_disagg_service()
+    made = Prefill(0), Prefill(1), Decode()
+    yield made
+    for rank in made:
+        rank.close()
+    server.close()
+
+
+def hand_over(prefill: Prefill, decode: Decode, tokens: int = 40, room: int = 0) -> None:
+    """One request from intake to the release of its pages; decode has the KV and the first token."""
+    room = room or new_room()
+    prefill.add(request(room, tokens))
+    req = decode.add(request(room, tokens))
+    turns(lambda: req in decode.waiting_queue and room in prefill.ended, prefill, decode)
+    assert prefill.ended[room] == ""
+    assert all(map(torch.equal, decode.kv(req, tokens), prefill.computed[room]))
+    assert req.output_ids[-1] == 4711
+    decode.waiting_queue.remove(req)
+    release_kv_cache(req, decode.tree_cache, checkpoint=False)
+
+
+def at_rest(*ranks: Prefill | Decode) -> None:
+    """No page, row, slot or entry of a table is held; SGLang's own tables are empty, too."""
+
+    def full() -> bool:
+        tables = [rank.manager.handoffs.sizes() for rank in ranks]
+        return any(size for table in tables for name, size in table.items() if name not in REMEMBERED)
+
+    turns(lambda: all(rank.at_rest() for rank in ranks) and not full(), *ranks)
+    for rank in ranks:
+        tables = ("request_status", "addr_to_rooms_tracker", "failure_records", "transfer_infos")
+        assert [name for name in tables if getattr(rank.manager, name, None)] == []
+
+
+def test_a_request_through_sglangs_queues(ranks: Ranks) -> None:
+    prefill, other, decode = ranks
+    for rank in (prefill, other):
+        hand_over(rank, decode, tokens=3 * PAGE - 5)
+    at_rest(*ranks)
+
+
+def test_21299_a_receiver_exists_before_its_prefill_rank_is_known(ranks: Ranks) -> None:
+    """It is polled in the queue meanwhile, and does not hold the others up."""
+    prefill, _, decode = ranks
+    room = new_room()
+    early = decode.add(request(room, PAGE))
+    hand_over(prefill, decode)
+    assert early not in decode.waiting_queue
+    prefill.add(request(room, PAGE))
+    turns(lambda: early in decode.waiting_queue, prefill, decode)
+    assert all(map(torch.equal, decode.kv(early, PAGE), prefill.computed[room]))
+    release_kv_cache(early, decode.tree_cache, checkpoint=False)
+    at_rest(*ranks)
+
+
+def test_22901_the_registration_of_a_rank_costs_no_time_to_first_token(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is in prefill's queue while the bootstrap server does not answer."""
+    prefill, _, decode = ranks
+    answers = threading.Event()
+    post = prefill.manager._post
+
+    def late(*args: object) -> None:
+        answers.wait(10.0)
+        post(*args)
+
+    monkeypatch.setattr(prefill.manager, "_post", late)
+    room = new_room()
+    prefill.add(request(room, PAGE))
+    req = decode.add(request(room, PAGE))
+    for rank in (prefill, decode):
+        rank.turn()
+    assert len(prefill.disagg_prefill_bootstrap_queue.queue) == 1
+    answers.set()
+    turns(lambda: req in decode.waiting_queue, prefill, decode)
+    release_kv_cache(req, decode.tree_cache, checkpoint=False)
+    at_rest(*ranks)
+
+
+def test_a_hint_that_contradicts_the_rank_ends_the_request_on_both_sides(ranks: Ranks) -> None:
+    prefill, other, decode = ranks
+    room = new_room()
+    for rank in (prefill, decode):
+        rank.add(request(room, PAGE, disagg_prefill_dp_rank=1))
+    turns(lambda: room in prefill.ended and room in decode.ended, prefill, other, decode)
+    assert "DP_RANK_CONFLICT: the request is on DP rank 0" in prefill.ended[room]
+    assert "DP_RANK_CONFLICT: the request is on DP rank 0 of prefill" in decode.ended[room]
+    hand_over(prefill, decode)
+    at_rest(*ranks)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_24772_a_failure_before_the_transfer_is_heard_by_both_sides(ranks: Ranks, role: str) -> None:
+    """The client of one leg leaves when both halves are there; decode has named its pages."""
+    prefill, _, decode = ranks
+    hand_over(prefill, decode)  # opens the session
+    room = new_room()
+    sent, got = prefill.add(request(room, PAGE)), decode.add(request(room, PAGE))
+    turns(lambda: bool(decode.disagg_decode_transfer_queue.queue), decode)
+    if role == "prefill":
+        sent.disagg_kv_sender.abort()
+    else:
+        decode.disagg_decode_transfer_queue.queue[0].kv_receiver.abort()
+    turns(lambda: room in prefill.ended and room in decode.ended, prefill, decode)
+    assert "ABORTED_BY_CLIENT" in prefill.ended[room]
+    assert "ABORTED_BY_CLIENT" in decode.ended[room]
+    assert got not in decode.waiting_queue
+    hand_over(prefill, decode)
+    at_rest(*ranks)
+
+
+def test_a_successor_of_a_prefill_serves_at_the_same_address(ranks: Ranks) -> None:
+    """Another incarnation registers at the bootstrap server; the request of the first one fails."""
+    prefill, other, decode = ranks
+    hand_over(prefill, decode)
+    room = new_room()
+    prefill.add(request(room, PAGE))
+    decode.add(request(room, PAGE))
+    turns(lambda: bool(decode.disagg_decode_transfer_queue.queue), decode)
+    prefill.close()
+    turns(lambda: room in decode.ended, decode)
+    assert decode.ended[room]
+    successor = Prefill(0)
+    hand_over(successor, decode)
+    at_rest(other, decode, successor)
+    successor.close()
+
+
+def test_pages_that_may_still_be_read_are_kept_from_prefills_allocator(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client leaves in mid-transfer, and SGLang frees the pages at once. No byte has left by then."""
+    prefill, _, decode = ranks
+    room = new_room()
+    sent = prefill.add(request(room, 3 * PAGE))
+    decode.add(request(room, 3 * PAGE))
+    proven = threading.Event()
+    released = SenderHalf.released.fget
+    monkeypatch.setattr(SenderHalf, "released", property(lambda half: proven.is_set() and released(half)))
+    monkeypatch.setattr(SenderHalf, "send", lambda half, pages, event=None: half.pages.extend(pages))
+    turns(lambda: bool(prefill.disagg_prefill_inflight_queue), prefill, decode)
+    sent.disagg_kv_sender.abort()
+    turns(lambda: room in prefill.ended, prefill)
+    assert prefill.manager.handoffs.sizes()["unproven_pages"] == 3
+    assert prefill.token_to_kv_pool_allocator.available_size() == TOKENS - 3 * PAGE
+    assert not sglang_plugin.is_fully_idle(lambda scheduler: True, prefill)
+    proven.set()
+    prefill.manager.handoffs.settle(sent.disagg_kv_sender.half)
+    turns(prefill.at_rest, prefill)
+    assert sglang_plugin.is_fully_idle(lambda scheduler: True, prefill)
+    turns(lambda: room in decode.ended, decode)
+    assert "ABORTED_BY_CLIENT" in decode.ended[room]
+    at_rest(*ranks)
+
+
+def test_a_room_that_comes_again_is_another_hand_off(ranks: Ranks) -> None:
+    prefill, _, decode = ranks
+    room = new_room()
+    for _ in range(3):
+        hand_over(prefill, decode, room=room)
+        del prefill.ended[room]
+    at_rest(*ranks)
+
+
+def test_24601_nothing_is_left_over_1000_rooms(ranks: Ranks) -> None:
+    """Half of them are handed over; of the others one client leaves, in one of three moments."""
+    prefill, _, decode = ranks
+    for number in range(1000):
+        if number % 2:
+            hand_over(prefill, decode, tokens=PAGE)
+            continue
+        room = new_room()
+        sent = prefill.add(request(room, PAGE))
+        decode.add(request(room, PAGE))
+        moment = number // 2 % 3
+        if moment:
+            turns(lambda: bool(decode.disagg_decode_transfer_queue.queue), decode)
+        if moment == 2:
+            prefill.turn()
+        waiting = decode.disagg_decode_transfer_queue.queue or decode.disagg_decode_prealloc_queue.queue
+        halves = [sent.disagg_kv_sender, waiting[0].kv_receiver]
+        # Before decode knows prefill's rank, neither side can tell the other one.
+        for half in halves if moment == 0 else [halves[number // 2 % 2]]:
+            half.abort()
+        turns(lambda room=room: room in prefill.ended and room in decode.ended, prefill, decode)
+    at_rest(*ranks)
