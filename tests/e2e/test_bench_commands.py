@@ -41,7 +41,8 @@ SMALLEST = {
 ELSEWHERE = {"changes", "etcd", "kills", "sim_many"}
 ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
 #: These need another commit's tree, vLLM, or gigabytes of memory.
-ELSEWHERE |= {"holes", "per_request", "vllm_answers", "staging", "sglang_answers", "sglang_pages"}
+ELSEWHERE |= {"agent", "holes", "per_request", "staging", "sglang_answers", "sglang_pages"}
+ELSEWHERE |= {"vllm_answers", "vllm_faults"}
 
 
 def test_no_measurement_is_forgotten() -> None:
