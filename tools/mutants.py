@@ -200,6 +200,13 @@ MUTANTS = (
         "a replacement binds although the first decode may have committed",
     ),
     Mutant(
+        "bind before the placer's word",
+        "kv/protocol/rooms.py",
+        "if opened.decode not in (None, peer) and not any(",
+        "if opened.retain_s is None and opened.decode not in (None, peer) and not any(",
+        "a retained room that was placed for one decode is for any later attempt",
+    ),
+    Mutant(
         "a grant that is not withdrawn",
         "kv/protocol/receiver.py",
         "        if self.fences.waiting or self.tally.unverified:",

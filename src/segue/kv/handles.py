@@ -132,14 +132,14 @@ class KVSender(_Handle):
         self.abort()
 
     def evict(self, error: ErrorInfo) -> None:
-        """End the room with `error` unless somebody has bound it: nobody was shown its pages, so an engine
-        that lacks memory may take them back. They are free at `Release`."""
+        """End the room with `error` unless a decode has it bound or has committed it, so that an engine that
+        lacks memory may take its pages back. They are free at `Release`."""
         self._owner.post(events.EndRoom(self.key, error, unbound=True))
 
-    def allow(self, replaced: int, by: int, decode: LeaderId) -> None:
+    def allow(self, replaced: int, by: int, decode: LeaderId, *, ended: bool = False) -> None:
         """The placer of the request says that attempt `by`, on the leader `decode`, replaces the attempt
-        `replaced`."""
-        self._owner.post(events.AllowReplacement(self.key, replaced, by, decode))
+        `replaced`; with `ended`, that it takes nothing of that one any more, whatever it has committed."""
+        self._owner.post(events.AllowReplacement(self.key, replaced, by, decode, ended))
 
 
 class KVReceiver(_Handle):
@@ -211,7 +211,7 @@ class Handles(ABC):
         claim: bytes = b"",
         decode: LeaderId | None = None,
         attempt: int = 0,
-        retain_s: float = 0.0,
+        retain_s: float | None = None,
         announce: bool = False,
     ) -> KVSender:
         """Begin the prefill half of a room: wait for a destination of decode, at most `budget_s` seconds.
@@ -220,8 +220,8 @@ class Handles(ABC):
         be equal on both sides (prompt, salt, adapter, weights); it is compared before a byte moves. `decode`
         names the only leader that may bind the room, with the `attempt` of the placement; without it any
         leader with the claim may. With `retain_s` the room outlives bindings that fail, and the first success
-        by so many seconds, so that another decode can have the KV. With `announce` the registry is told that
-        this DP rank has the room, for a decode that was not told and cannot infer it.
+        by so many seconds (0: it ends with that), so that another decode can have the KV. With `announce` the
+        registry is told that this DP rank has the room, for a decode that was not told and cannot infer it.
 
         `budget_s` is a finite number, `prompt_tokens` the same on both sides. Raises InvalidRequest for
         another `budget_s` and for a `key` that has a handle already. A room that was used already, and more

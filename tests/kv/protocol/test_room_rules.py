@@ -31,6 +31,7 @@ from segue.kv.errors import (
     BootstrapUnreachable,
     DpRankConflict,
     ErrorCode,
+    ErrorInfo,
     InvalidRequest,
     OutOfCapacity,
     TransferFailed,
@@ -284,8 +285,10 @@ def test_rule_3_a_replacement_is_said_of_the_live_attempt_and_not_inferred_from_
     assert not b.fences
 
 
-@pytest.mark.parametrize("retain_s", [0.0, 30.0])
-def test_rule_3_the_same_decode_leader_replaces_its_own_attempt_while_writes_run(retain_s: float) -> None:
+@pytest.mark.parametrize("retain_s", [None, 30.0])
+def test_rule_3_the_same_decode_leader_replaces_its_own_attempt_while_writes_run(
+    retain_s: float | None,
+) -> None:
     b = writing(retain_s=retain_s)
     effects = b.hear(destination(1, ONE, replaces=0))
     assert words(effects) == ["Failed", "Accepted"] or words(effects) == ["Accepted", "Failed"]
@@ -392,8 +395,8 @@ def doubted(**options: Any) -> Bench:
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["asked", "asked again on a new session"])
-@pytest.mark.parametrize("retain_s", [0.0, 30.0])
-def test_rule_4_committed_wins_and_the_other_one_gets_gone(retain_s: float, lost: bool) -> None:
+@pytest.mark.parametrize("retain_s", [None, 30.0])
+def test_rule_4_committed_wins_and_the_other_one_gets_gone(retain_s: float | None, lost: bool) -> None:
     b = doubted(retain_s=retain_s)
     if lost:
         b.down(ONE)
@@ -468,6 +471,112 @@ def test_rule_4_what_is_not_sent_whole_cannot_have_committed_and_is_not_asked() 
     b.land()  # the metadata is missing
     effects = b.hear(destination(1, ONE, replaces=0))
     assert "Accepted" in words(effects)
+
+
+# ---- the placer has given the room to another decode leader --------------------------------------
+
+PLACED_AGAIN = events.AllowReplacement(ROOM, 0, 1, TWO, ended=True)
+
+
+@pytest.mark.parametrize("sent", [True, False], ids=["in doubt", "writing"])
+@pytest.mark.parametrize("word_first", [True, False])
+def test_the_placer_s_word_ends_the_attempt_before_without_a_question(word_first: bool, sent: bool) -> None:
+    b = (all_sent if sent else writing)(decode=ONE, retain_s=0.0)
+    steps: list[Callable[[], list[events.Effect]]] = [
+        lambda: b.tell(PLACED_AGAIN),
+        lambda: b.hear(destination(1, TWO, replaces=0)),
+    ]
+    first, second = steps if word_first else reversed(steps)
+    assert words(first(), ONE) == (["Failed"] if word_first else [])
+    effects = second()
+    assert words(effects, ONE) == ([] if word_first else ["Failed"])
+    assert words(effects, TWO)[0] == "Accepted"
+    b.fence(transfer())
+    assert b.hear(Committed(transfer())) == [], "the placer takes nothing of it"
+    b.land()
+    if not sent:
+        b.finish()
+    b.hear(Committed(transfer(1, TWO)))
+    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, TWO)
+    assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize("how", ["never bound", "failed", "lost in doubt"])
+def test_a_destination_that_comes_before_the_placer_s_word_waits_for_it(how: str) -> None:
+    b = Bench()
+    b.expect(decode=ONE, retain_s=0.0)
+    if how != "never bound":
+        b.hear(destination())
+        b.send()
+    if how == "failed":
+        b.hear(Failed(transfer(), BROKE))
+    if how == "lost in doubt":
+        b.finish()
+        b.land()
+        b.down(ONE)
+        b.up(ONE)
+    waits = destination(1, TWO, replaces=0)
+    assert b.hear(waits) == b.hear(waits) == []
+    assert b.exchange.sizes()["early"] == 1
+    assert words(b.tell(PLACED_AGAIN), TWO)[0] == "Accepted"
+    assert refused(b.hear(destination(2, ONE)), ONE)[0] is not None
+    assert b.exchange.sizes()["early"] == 0
+
+
+def test_without_the_placer_s_word_it_is_refused_in_time_and_ends_nothing() -> None:
+    b = Bench()
+    b.expect(decode=ONE, retain_s=0.0)
+    b.hear(destination(1, TWO, replaces=0, budget_s=5.0))
+    assert refused(b.at(5.0), TWO)[0] is ErrorCode.DEADLINE_EXCEEDED
+    assert words(b.hear(destination())) == ["Accepted"]
+
+
+def test_a_room_that_was_placed_again_is_not_for_the_decode_leader_before() -> None:
+    b = Bench()
+    b.expect(decode=ONE, retain_s=0.0)
+    assert b.tell(PLACED_AGAIN) == []
+    assert refused(b.hear(destination()))[0] is ErrorCode.PEER_REFUSED
+    b.hear(Failed(transfer(), LEFT))
+    b.down(ONE)
+    assert words(b.hear(destination(1, TWO, replaces=0)), TWO) == ["Accepted"]
+
+
+def test_a_word_that_comes_after_its_own_attempt_has_bound_changes_nothing() -> None:
+    """The same decode leader replaces its own attempt without a word."""
+    b = writing(decode=ONE, retain_s=0.0)
+    assert "Accepted" in words(b.hear(destination(1, ONE, replaces=0)))
+    assert b.tell(events.AllowReplacement(ROOM, 0, 1, ONE, ended=True)) == []
+    assert b.phase() is KVPoll.TRANSFERRING
+
+
+@pytest.mark.parametrize(("error", "over"), [(BROKE, False), (LEFT, True)], ids=["may be mended", "final"])
+@pytest.mark.parametrize("when", ["before prefill", "unbound", "bound"])
+def test_a_failure_that_no_other_attempt_can_mend_ends_the_room_of_a_placed_decode(
+    when: str, error: ErrorInfo, over: bool
+) -> None:
+    b = Bench()
+    if when == "before prefill":
+        b.hear(Failed(transfer(), error))
+    b.expect(decode=ONE, retain_s=0.0)
+    if when == "bound":
+        b.hear(destination())
+    if when != "before prefill":
+        b.hear(Failed(transfer(), error))
+    assert b.phase().terminal == over
+    if not over:
+        b.tell(PLACED_AGAIN)
+        assert words(b.hear(destination(1, TWO, replaces=0)), TWO) == ["Accepted"]
+
+
+def test_a_room_that_is_retained_for_no_time_outlives_failures_and_ends_with_its_first_success() -> None:
+    b = all_sent(decode=ONE, retain_s=0.0)
+    b.down(ONE)
+    b.tell(PLACED_AGAIN)
+    b.hear(destination(1, TWO, replaces=0))
+    b.land()
+    assert not b.phase().terminal
+    b.hear(Committed(transfer(1, TWO)))
+    assert b.phase() is KVPoll.SUCCESS
 
 
 # ---- 5: what proves that nothing is written ------------------------------------------------------
@@ -1052,8 +1161,8 @@ def test_rule_10_a_stuck_attempt_holds_the_pages_and_not_the_room() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("retain_s", [0.0, 30.0])
-def test_rule_11_the_placed_decode_declines_its_room(retain_s: float, early: bool) -> None:
+@pytest.mark.parametrize("retain_s", [None, 30.0])
+def test_rule_11_the_placed_decode_declines_its_room(retain_s: float | None, early: bool) -> None:
     b = Bench()
     word = Declined(transfer(), LEFT, CLAIM)
     if early:

@@ -48,23 +48,36 @@ class Fronts(Stage):
         prefill, decode = self.pair()
         ticket = Ticket(room=9, attempt=0, prefill=prefill, decode=decode, budget_s=1.0)
         live = {prefill: Role.PREFILL, decode: Role.DECODE}
-        asked.attempts.append(SentAttempt("r~1", (prefill, decode), ticket, ticket, live))
+        asked.attempts.append(SentAttempt("r~1", "r~1", (prefill, decode), ticket, ticket, live))
 
     def refused(self, error: SegueError) -> None:
         self.checks.answers.refused(self.front, self.asked(), error.info)
 
-    def places(self, asked: Asked) -> None:
+    def places(self, asked: Asked, kept: LeaderId | None = None) -> None:
         wanted = asked.wanted
         request = Request(
             request_id="r", prompt=wanted.prompt, sampling=wanted.sampling, output=list(asked.tokens)
         )
-        self.checks.answers.placed(asked, request)
+        self.checks.answers.placed(asked, request, kept)
 
 
 def places_beside_a_half_that_runs(stage: Fronts) -> None:
     asked = stage.asked()
     stage.attempt(asked)
     stage.places(asked)
+
+
+def keeps_a_prefill_half_that_has_ended(stage: Fronts) -> None:
+    asked = stage.asked()
+    stage.attempt(asked)
+    asked.attempts[-1].live.clear()
+    stage.places(asked, kept=stage.pair()[0])
+
+
+def keeps_prefill_s_half_and_leaves_decode_s(stage: Fronts) -> None:
+    asked = stage.asked()
+    stage.attempt(asked)
+    stage.places(asked, kept=stage.pair()[0])
 
 
 def ends_beside_a_half_that_runs(stage: Fronts) -> None:
@@ -130,6 +143,8 @@ def chooses_one_that_it_lost(stage: Fronts, at: int) -> None:
 
 CASES: list[tuple[str, Callable[[Fronts], None]]] = [
     ("pair", places_beside_a_half_that_runs),
+    ("pair", keeps_a_prefill_half_that_has_ended),
+    ("pair", keeps_prefill_s_half_and_leaves_decode_s),
     ("pair", ends_beside_a_half_that_runs),
     ("15", ends_late),
     ("24", places_for_the_fifth_time),

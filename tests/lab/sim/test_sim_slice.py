@@ -58,7 +58,7 @@ COMMON = (
 )
 RARE = (
     "open ranks",
-    "sent again without a forward",
+    "placed again in the same room",
     "silent frontends",
     "retracted beside a hand-off",
     "retracted beside a transfer",

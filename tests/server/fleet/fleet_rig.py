@@ -16,7 +16,7 @@ from segue.kv.protocol.ticket import verify_ticket
 from segue.kv.session.node import SessionNode
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
-from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Replace, Submit
 from segue.server.observe.metrics import Metrics
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
@@ -44,6 +44,7 @@ class Leader:
         self.dp_size = dp_size
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
+        self.replaces: list[Replace] = []
         self.news = asyncio.Event()
         self.session: Any = None
         self.node = SessionNode(
@@ -82,6 +83,9 @@ class Leader:
     def received(self, session: Any, message: object) -> None:
         if isinstance(message, Cancel):
             self.cancels.append(message)
+        elif isinstance(message, Replace):
+            self.replaces.append(message)
+            verify_ticket(message.ticket, SECRET, session.peer.leader.incarnation, 0.0)
         elif isinstance(message, Submit):
             self.submits.append(message)
             verify_ticket(message.ticket, SECRET, session.peer.leader.incarnation, 0.0)

@@ -28,7 +28,7 @@ from segue.kv.ids import Role
 from segue.server.balance.attempts import Next
 from segue.server.fleet import router
 from segue.server.frontend.frontend_process import keep_proving
-from segue.server.messages.control import Load
+from segue.server.messages.control import Load, Replace
 
 
 def test_both_halves_get_the_same_signed_ticket_and_decode_is_streamed() -> None:
@@ -145,11 +145,13 @@ def test_before_the_first_token_a_failure_is_tried_on_another_worker(monkeypatch
         good = await rig.add(Role.DECODE)
         for _ in range(4):
             assert await rig.run() == [5, 6, 7]
-        await p.until(lambda: len(p.submits) == len(bad.submits) + len(good.submits))
+        await p.until(lambda: len(p.submits) + 1 == len(bad.submits) + len(good.submits))
         assert len(bad.submits) == 1, "it is avoided after its failure"
         retry = next(s for s in good.submits if s.ticket.attempt == 1)
-        assert retry.ticket.room != bad.submits[0].ticket.room
-        assert retry.request.request_id != bad.submits[0].request.request_id
+        first = bad.submits[0]
+        assert retry.request.request_id != first.request.request_id
+        assert retry.ticket.room == first.ticket.room, "prefill's half goes on"
+        assert p.replaces == [Replace(first.request.request_id, retry.ticket)]
         value = rig.metrics.registry.get_sample_value
         assert value("segue_retries_total", {"code": "TRANSFER_FAILED"}) == 1
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from pair import VOCAB, Pair
+from pair import FRONT, VOCAB, Pair
 
-from segue.kv.errors import ErrorCode
-from segue.kv.ids import KVPoll
+from segue.kv.errors import PeerLost
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Drained
 from segue.lab.sim.sim_engine import reference
@@ -75,21 +74,9 @@ def test_a_published_slot_is_quarantined_with_its_pages_until_a_proof() -> None:
     pair.join()
     pair.run()
     assert (slots.free, slots.quarantined) == (2, 0)
+    pair.prefill.scheduler.cancel(FRONT, "r", PeerLost("nobody else decodes").info, 0.0)
+    pair.run()
     pair.assert_at_rest()
-
-
-def test_after_a_failure_prefill_keeps_nothing_for_the_next_attempt() -> None:
-    pair = Pair(slots=(2, 2))
-    pair.submit("r", list(range(9)), 4)
-    pair.lose = lambda e: isinstance(e, events.Phase) and e.phase is KVPoll.SUCCESS
-    pair.lose = lambda e: isinstance(e, events.PostWrite)
-    pair.run()
-    pair.part()
-    pair.lose = lambda _e: False
-    pair.run()
-    assert pair.errors("r") == [ErrorCode.PEER_LOST.value] * 2
-    assert len(pair.prefill.scheduler.retained) == 0
-    assert pair.prefill.scheduler.cache.tree.pages == 0
 
 
 @pytest.mark.parametrize(

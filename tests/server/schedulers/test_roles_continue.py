@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pair import FRONT, VOCAB, Pair
-from test_retained_prompts import ask
+from test_roles_replaced import ask
 
 from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool

@@ -10,10 +10,9 @@ import pytest
 from msgspec import structs
 from pair import FRONT, VOCAB, Node, Pair
 from test_local_prompts import at_decode
-from test_retained_prompts import ask, decode_dies, hold, until_computed
 
 from segue.engine.request import RankHints, Request, SamplingParams
-from segue.kv.errors import AbortedByClient, ErrorCode, MetadataMismatch
+from segue.kv.errors import AbortedByClient, ErrorCode
 from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, RoomKey
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Drained, Gone, Metadata
@@ -422,48 +421,6 @@ def test_who_waits_for_a_place_in_the_batch_gives_its_pages_up_before_anybody_wh
     pair.run()
     for name, how in sampling.items():
         assert pair.tokens(name) == reference([ord(name)] * 4, how, VOCAB, 20)
-    pair.assert_at_rest()
-
-
-# ---- what prefill keeps -----------------------------------------------------------------------------
-
-
-def test_what_was_in_doubt_for_its_metadata_is_computed_again() -> None:
-    pair, prompt = Pair(), list(range(18))
-    pair.lose = hold(Metadata)
-    ask(pair, "first", prompt)
-    until_computed(pair, 18)
-    pair.pump()
-    for node in (pair.prefill, pair.decode):
-        node.scheduler.cancel(FRONT, "first", MetadataMismatch("a doubt").info, 0.0)
-    pair.lose = lambda _effect: False
-    pair.run()
-    assert len(pair.prefill.scheduler.retained) == 0  # type: ignore[attr-defined]
-    wanted = ask(pair, "again", prompt, attempt=1)
-    pair.run()
-    assert pair.tokens("again") == wanted
-
-
-def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole_and_not_kept() -> None:
-    pair, prompt = Pair(), list(range(18))
-    ask(pair, "before", prompt)
-    pair.run()
-    computed = pair.prefill.engine.computed_tokens
-    pair.lose = hold(Metadata)
-    pair.rooms += 1
-    ticket = Ticket(
-        room=pair.rooms, attempt=0, prefill=pair.prefill.me, decode=pair.decode.me, budget_s=100.0
-    )
-    sampling = SamplingParams(max_tokens=3, seed=5, prompt_logprobs=1)
-    for node in (pair.prefill, pair.decode):
-        request = Request(request_id="r", prompt=prompt, sampling=sampling)
-        node.scheduler.submit(FRONT, Submit(request, ticket), 0.0)
-    until_computed(pair, computed + 18)
-    [state] = pair.prefill.scheduler.admission.requests.values()
-    assert len(state.prompt_logprobs) == 18, "nothing of it was taken from the cache"
-    assert state.cached == 0
-    decode_dies(pair)
-    assert len(pair.prefill.scheduler.retained) == 0  # type: ignore[attr-defined]
     pair.assert_at_rest()
 
 

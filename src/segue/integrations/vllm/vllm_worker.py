@@ -223,7 +223,7 @@ class WorkerSide:
         half = self._remember(_WorkerHandoff(order.handoff, order.room, self._units(order.prompt_tokens)))
         try:
             half.handle = self._manager.expect(
-                order.room, half.units, order.budget_s, claim=order.claim, retain_s=order.retain_s
+                order.room, half.units, order.budget_s, claim=order.claim, retain_s=order.retain_s or None
             )
         except SegueError as error:
             self._never_began(half, error.info)

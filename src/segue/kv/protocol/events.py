@@ -31,9 +31,9 @@ class ExpectRoom:
 
     `claim` are at most 64 bytes that a destination must carry, too: a digest of everything that must be equal
     on both sides. If a leader `decode` is named, it alone may bind the room, and hears of a failure before
-    that under `attempt`. With `retain_s` of 0 the room ends with its first binding. Otherwise it outlives
-    bindings that fail, and the first success by `retain_s` seconds; the engine ends it before that with
-    `EndRoom`. With `announce` the registry learns the DP rank of the room.
+    that under `attempt`. Without `retain_s` the room ends with its first binding. Otherwise it outlives
+    bindings that fail, and the first success by `retain_s` seconds (0: it ends with that); the engine ends it
+    before that with `EndRoom`. With `announce` the registry learns the DP rank of the room.
     """
 
     key: RoomKey
@@ -42,7 +42,7 @@ class ExpectRoom:
     claim: bytes = b""
     decode: LeaderId | None = None
     attempt: int = 0
-    retain_s: float = 0.0
+    retain_s: float | None = None
     announce: bool = False
 
 
@@ -127,8 +127,8 @@ class SendMetadata:
 @dataclass(frozen=True, slots=True)
 class EndRoom:
     """Engine: end this half with `error`; a no-op after a terminal phase. A retained room of prefill that has
-    succeeded ends with SUCCESS. With `unbound` only a room that nobody has bound ends: its pages were shown
-    to nobody, so an engine that lacks memory may take them back."""
+    succeeded ends with SUCCESS. With `unbound` only a room ends that has no binding and was not committed, so
+    that an engine that lacks memory may take its pages back."""
 
     key: RoomKey
     error: ErrorInfo
@@ -138,12 +138,14 @@ class EndRoom:
 @dataclass(frozen=True, slots=True)
 class AllowReplacement:
     """Engine, prefill: the placer of the request says that the attempt `by` of the leader `decode` replaces
-    the attempt `replaced`."""
+    the attempt `replaced`. With `ended` it takes nothing of that one or of earlier ones any more: a retained
+    room is for `by` at once, and no decode is asked whether it has committed."""
 
     key: RoomKey
     replaced: int
     by: int
     decode: LeaderId
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

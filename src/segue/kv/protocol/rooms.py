@@ -11,8 +11,11 @@ destination that fails a check leaves the room open, and gets `Failed` and `Gone
   `Abort`, `Gone` or its proven death the other one binds. A lost session is no answer.
 - The room keeps what its engine sent and gives it to each binding (`_replay`): all spans with the newest
   pages, and the metadata.
-- With `retain_s` of 0 the room ends with its first binding. Otherwise it outlives `Limits.max_bindings`
-  failures, and the first success by `retain_s`.
+- Without `retain_s` the room ends with its first binding. Otherwise it outlives failures, fewer than
+  `Limits.max_bindings`, and the first success by `retain_s`.
+- Words of the decode that a room is placed for, which no other attempt can mend (`retryable`), end it.
+- The placer may give a retained room to another decode leader (`AllowReplacement.ended`). The attempts before
+  it end then, without a question. A destination that comes before the placer's word waits for it.
 - `Gone` and `Moved` are a proof that nothing is written: the tombstone of a hand-off without a machine comes
   before the answer.
 
@@ -22,6 +25,7 @@ of them.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hmac
 from collections.abc import Callable, Mapping
@@ -252,9 +256,10 @@ class Rooms:
 
     def _given_up(self, event: ExpectRoom, declined: list[Parked[Declined]]) -> ErrorInfo | None:
         """The reason why decode will not bind the room: it has ended its half before ours began."""
-        if event.decode is not None and not event.retain_s:
+        retained = event.retain_s is not None
+        if event.decode is not None:
             ended = self._tombstones.ended.get(self._placed(event, event.decode))
-            if ended is not None and ended.error is not None:
+            if ended is not None and ended.error is not None and not (retained and ended.error.retryable):
                 return ended.error
         counts = (p.message.error for p in declined if self._may_decline(event, p.peer, p.message))
         return next(counts, None)
@@ -350,7 +355,9 @@ class Rooms:
     def end(self, event: EndRoom) -> None:
         """See `EndRoom`."""
         room = self.rooms.get(event.key)
-        if room is None or room.state in (_S.CLOSED, _S.PARKED) or (event.unbound and room.bound_to):
+        if room is None or room.state in (_S.CLOSED, _S.PARKED):
+            return
+        if event.unbound and (room.machine or room.doubt or room.success):
             return
         room.ending = True
         machine = room.machine
@@ -362,9 +369,24 @@ class Rooms:
         room = self._live(event.key)
         if room is None or len(room.permits) >= self._limits.max_bindings:
             return
+        if event.ended:
+            self._place_again(room, event)
+            return
         room.permits.add((event.replaced, event.by, event.decode))
         for waiting in list(room.parked.values()):
             self._contest(room, waiting)
+
+    def _place_again(self, room: Room, event: AllowReplacement) -> None:
+        """The room is for the attempt `event.by`. Nobody takes what an earlier one may have committed."""
+        room.expected = dataclasses.replace(room.opened, decode=event.decode, attempt=event.by)
+        room.doubt = None
+        machine = room.machine
+        if machine is None:
+            self._bind_waiting(room)
+        elif machine.transfer.attempt < event.by:
+            error = TransferFailed("the placer of the request has given it to another decode leader").info
+            error = self._tombstones.record(error, room.key.room, machine.peer)
+            self._host.tell(machine, AbortTransfer(machine.transfer, error))
 
     def _live(self, key: RoomKey) -> Room | None:
         """None for a room that is over, which the engine could not know yet. Raises IllegalEvent for one that
@@ -452,12 +474,12 @@ class Rooms:
             self._destination(room, peer, message)
 
     def _destination(self, room: Room, peer: LeaderId, message: Destination) -> None:
-        if room.state is _S.EXPECTED and room.doubt is None:
+        if message.transfer in room.parked:
+            self._counters["repeats"] += 1
+        elif room.state is _S.EXPECTED and room.doubt is None:
             self._bind(room, peer, message)
         elif room.state is _S.CLOSED:
             self._refuse(peer, message.transfer, room.error or self._over(room))
-        elif message.transfer in room.parked:
-            self._counters["repeats"] += 1
         else:
             self._contest(room, self._waiting(peer, message, message.budget_s))
 
@@ -483,8 +505,8 @@ class Rooms:
     def _peer_ended(self, room: Room | None, peer: LeaderId, message: Failed | Abort | Gone) -> None:
         """Decode has ended a hand-off that has no machine here."""
         transfer = message.transfer
-        refused = transfer in self._tombstones.ended
-        error = self._tombstones.error_of(message, peer)
+        refused = self._tombstones.ended.get(transfer)
+        error = (refused and refused.error) or self._tombstones.error_of(message, peer)
         if room is None or not self._void(room, transfer, error):
             self._tombstones.received(Received(peer, message))
         elif not isinstance(message, Gone):
@@ -495,7 +517,7 @@ class Rooms:
         attempt = room.expected.attempt
         later = transfer.attempt > attempt and not refused
         placed = room.expected.decode == peer and (transfer.attempt == attempt or later)
-        if room.state is _S.EXPECTED and placed and not room.expected.retain_s:
+        if room.state is _S.EXPECTED and placed and self._is_final(room, error):
             self._close(room, error, tell=False)
 
     def _repeated(self, room: Room | None, peer: LeaderId, message: HandoffMessage) -> None:
@@ -625,6 +647,9 @@ class Rooms:
     def _bind(self, room: Room, peer: LeaderId, message: Destination) -> None:
         opened, permits = room.opened, room.permits
         if opened.decode not in (None, peer) and not any(leader == peer for _, _, leader in permits):
+            if opened.retain_s is not None and message.transfer.attempt > opened.attempt:
+                self._await_word(room, peer, message)
+                return
             text = f"room {room.key.room} was placed for decode {opened.decode}"
             self._refuse(peer, message.transfer, PeerRefused(text, retryable=False).info)
             return
@@ -635,6 +660,11 @@ class Rooms:
         room.holding.add(machine.transfer)
         self._host.add(machine, room)
         self._replay(room, machine)
+
+    def _await_word(self, room: Room, peer: LeaderId, message: Destination) -> None:
+        """A destination of a later attempt waits until the placer says that the room is for it."""
+        if self._accepted(room, peer, message) is not None and self._has_place(peer, message):
+            self._keep(room.parked, self._waiting(peer, message, message.budget_s))
 
     def _accepted(self, room: Room, peer: LeaderId, message: Destination) -> SenderMachine | None:
         """The machine of a valid destination; an invalid one is refused, and gives None."""
@@ -775,12 +805,20 @@ class Rooms:
         over = self._turn.now >= room.until or error.code in _DOUBTFUL
         spent = room.failed_bindings >= self._limits.max_bindings
         replaced = any(self._may_replace(room, transfer, waiting) for waiting in room.parked.values())
-        if room.ending or over or spent or not (room.opened.retain_s or replaced or room.doubt):
+        retained = room.opened.retain_s is not None
+        over = over or (retained and room.opened.decode is not None and not error.retryable)
+        if room.ending or over or spent or not (retained or replaced or room.doubt):
             self._close(room, error, tell=False)
             return
         room.state = _S.EXPECTED
         if room.doubt is None:
             self._bind_waiting(room)
+
+    @staticmethod
+    def _is_final(room: Room, error: ErrorInfo) -> bool:
+        """Whether the failure of the decode that a room is placed for ends the room, too."""
+        opened = room.opened
+        return opened.decode is not None and (opened.retain_s is None or not error.retryable)
 
     def on_release(self, room: Room, transfer: TransferId) -> None:
         """A machine of the room touches the pages no more."""
@@ -803,7 +841,11 @@ class Rooms:
                     room.doubt = None
                     if room.machine is None:
                         self._bind_waiting(room)
-            elif room.state is _S.EXPECTED and room.opened.decode == event.peer and not room.opened.retain_s:
+            elif (
+                room.state is _S.EXPECTED
+                and room.opened.decode == event.peer
+                and self._is_final(room, event.error)
+            ):
                 self._close(room, self._record(room, event.error))
 
     def _due(self, room: Room) -> None:

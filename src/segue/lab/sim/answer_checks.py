@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from segue.engine.request import Request, Usage
 from segue.kv.errors import ErrorCode, ErrorInfo
-from segue.kv.ids import Role
+from segue.kv.ids import LeaderId, Role
 from segue.lab.sim.causes import Causes
 from segue.lab.sim.clients import Asked
 from segue.lab.sim.node_spec import VOCAB
@@ -66,14 +66,16 @@ class AnswerChecks:
         ):
             raise Violation("23", f"{wanted.name}: {usage}", tuple(asked.rooms))
 
-    def placed(self, asked: Asked, request: Request) -> None:
+    def placed(self, asked: Asked, request: Request, kept: LeaderId | None = None) -> None:
         """24 for what is asked of an attempt. And a pair is a transaction: nothing of the attempt before is
-        left running that nobody has told to end."""
+        left running that nobody has told to end, but prefill's half at `kept`, which goes on."""
         wanted, rooms = asked.wanted, tuple(asked.rooms)
-        if len(rooms) >= MAX_ATTEMPTS:
+        if len(rooms) - asked.gone >= MAX_ATTEMPTS:
             raise Violation("24", f"{wanted.name} is placed for the {len(rooms) + 1}th time", rooms)
         if (request.prompt, request.output) != (wanted.prompt, asked.tokens):
             raise Violation("24", f"{wanted.name} goes on after {request.output}, not {asked.tokens}", rooms)
+        if kept is not None and asked.attempts[-1].live.pop(kept, None) is None:
+            raise Violation("pair", f"{wanted.name} goes on at {kept}, which has ended its half", rooms)
         self._halves(asked)
 
     def _halves(self, asked: Asked) -> None:
@@ -113,7 +115,7 @@ class AnswerChecks:
         be about to place it, so it must have been so at the last look too."""
         for asked in front.asked.values():
             pairs = front.pairs(asked.wanted)
-            idle = not asked.attempts or not asked.attempts[-1].live
+            idle = not asked.attempts or Role.DECODE not in asked.attempts[-1].live.values()
             worse = asked.dead | asked.suspect
             if not idle or not any(p.leader not in worse and d.leader not in worse for p, d in pairs):
                 asked.idle_at = -1

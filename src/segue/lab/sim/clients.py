@@ -41,15 +41,20 @@ class Wanted:
 class SentAttempt:
     """One attempt of a request, as its frontend submitted it. `ticket` is what went out, which is not what
     the frontend made where the request is a bad one; `live` are the halves of which neither side has said
-    that they have ended."""
+    that they have ended. `prefill_id` is another one where prefill's half is that of an attempt before."""
 
     request_id: str
+    prefill_id: str
     pair: tuple[LeaderId, LeaderId]
     made: Ticket
     ticket: Ticket
     live: dict[LeaderId, Role]
     #: decode has sent a token
     begun: bool = False
+
+    def id_at(self, leader: LeaderId) -> str:
+        """The id of the half there."""
+        return self.prefill_id if leader == self.pair[0] else self.request_id
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +68,8 @@ class Asked:
     dead: set[LeaderId] = field(default_factory=set)
     #: replicas of an attempt that has reported one of them gone
     suspect: set[LeaderId] = field(default_factory=set)
+    #: attempts that do not count: prefill did not have its half any more
+    gone: int = 0
     #: the error of its last attempt
     failure: ErrorInfo | None = None
     tokens: list[int] = field(default_factory=list)

@@ -24,7 +24,7 @@ from segue.lab.sim.node_spec import VOCAB
 from segue.lab.sim.node_views import FrontView
 from segue.lab.sim.world import Violation
 from segue.server.fleet.replica import Replica
-from segue.server.messages.control import Cancel, Load, Outputs, Submit
+from segue.server.messages.control import Cancel, Load, Outputs, Replace, Submit
 
 #: The other side of a pair is gone; the two halves of a pair cannot be joined (stated here anew).
 LOSSES = (ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED)
@@ -61,6 +61,8 @@ class WireSession:
         """As in production, after checks."""
         if isinstance(message, Submit):
             self._wire.checked(self._wire.submits, self, message)
+        elif isinstance(message, Replace):
+            self._wire.checked(self._wire.replaces, self, message)
         elif isinstance(message, Cancel):
             self._wire.cancels(self, message)
         else:
@@ -163,15 +165,20 @@ class FleetWire:
             self._submit(to, asked, attempt, message)
 
     def _begins(self, asked: Asked, message: Submit) -> SentAttempt:
-        front, state, ticket = self._front, self._state, self._named(message)
+        front, state = self._front, self._state
+        last = asked.attempts[-1] if asked.attempts else None
+        kept = last if last is not None and last.made.room == message.ticket.room else None
+        ticket = self._named(message, kept)
         pair = (ticket.prefill, ticket.decode)
-        self._answers.placed(asked, message.request)
+        self._answers.placed(asked, message.request, pair[0] if kept is not None else None)
         self._choice(asked, pair)
         sent = self._spoiled(asked.wanted.bad, ticket)
         live = {ticket.decode: Role.DECODE} | (
             {ticket.prefill: Role.PREFILL} if ticket.prefill != ticket.decode else {}
         )
-        attempt = SentAttempt(message.request.request_id, pair, ticket, sent, live)
+        prefill_id = message.request.request_id if kept is None else kept.prefill_id
+        attempt = SentAttempt(message.request.request_id, prefill_id, pair, ticket, sent, live)
+        state.counts["placed again in the same room"] += kept is not None
         if asked.attempts:
             state.counts["continued" if message.request.output else "retries"] += 1
         asked.attempts.append(attempt)
@@ -183,11 +190,13 @@ class FleetWire:
         front.after(late_s, self._used.append, sent)
         return attempt
 
-    def _named(self, message: Submit) -> Ticket:
+    def _named(self, message: Submit, kept: SentAttempt | None) -> Ticket:
         """The ticket with the DP rank of prefill that its frontend has chosen, if it left that open."""
         ticket = message.ticket
         if not ticket.prefill.is_open:
             return ticket
+        if kept is not None:
+            return replace(ticket, prefill=kept.pair[0])
         chosen = [
             leader
             for leader, replica in self._front.fleet.membership.replicas.items()
@@ -255,10 +264,20 @@ class FleetWire:
         if wanted.bad == "repeated id":
             to.session.send(Submit(request, ticket))
 
+    def replaces(self, to: WireSession, message: Replace) -> None:
+        """Prefill is told where decode's half is now: it follows that half's submission, in the same room."""
+        asked = self._front.asked[_name(message.request_id)]
+        attempt = asked.attempts[-1]
+        mine = (attempt.prefill_id, attempt.pair[0], attempt.made.attempt, attempt.made.room)
+        ticket = message.ticket
+        if mine != (message.request_id, to.leader, ticket.attempt, ticket.room):
+            raise Violation("pair", f"{message} for {attempt}", (attempt.made.room,))
+        to.session.send(Replace(message.request_id, attempt.ticket))
+
     def cancels(self, to: WireSession, message: Cancel) -> None:
         """One half is told to end."""
         asked = self._front.asked.get(_name(message.request_id))
-        if asked is not None and asked.attempts and asked.attempts[-1].request_id == message.request_id:
+        if asked is not None and asked.attempts and asked.attempts[-1].id_at(to.leader) == message.request_id:
             asked.attempts[-1].live.pop(to.leader, None)
             self._causes.given_up(asked.room)
         late = message.reason.code is ErrorCode.DEADLINE_EXCEEDED
@@ -270,7 +289,7 @@ class FleetWire:
     def _output(self, leader: LeaderId, output: Output) -> None:
         asked = self._front.asked.get(_name(output.request_id))
         attempt = asked.attempts[-1] if asked is not None and asked.attempts else None
-        if asked is None or attempt is None or output.request_id != attempt.request_id:
+        if asked is None or attempt is None or output.request_id != attempt.id_at(leader):
             return
         role = attempt.live.get(leader)
         if role is None:
@@ -278,6 +297,8 @@ class FleetWire:
         if output.error is not None:
             del attempt.live[leader]
             asked.failure = output.error
+            full = role is Role.PREFILL and output.error.code is ErrorCode.OUT_OF_CAPACITY
+            asked.gone += full and attempt.prefill_id != attempt.request_id
             if output.error.code in LOSSES:
                 asked.suspect |= set(attempt.pair)
             self._answers.error(asked, output.error, role)

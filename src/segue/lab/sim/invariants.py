@@ -11,7 +11,7 @@ from typing import Any
 from segue.kv.errors import ErrorInfo, Internal
 from segue.kv.ids import KVPoll, LeaderId, Role, RoomKey, TransferId
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import Destination, Drained, Gone, Metadata, Moved
+from segue.kv.protocol.messages import Destination, Drained, Gone, Moved
 from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT
 from segue.lab.sim.answer_checks import AnswerChecks
 from segue.lab.sim.bit_flips import BitFlips
@@ -22,7 +22,6 @@ from segue.lab.sim.request_checks import RequestChecks
 from segue.lab.sim.room_checks import RoomChecks
 from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Violation
-from segue.server.schedulers.prefill_result import decode_result
 
 NEXT = {
     None: {KVPoll.BOOTSTRAPPING},
@@ -92,8 +91,6 @@ class Checks:
                     text = f"{node.name} answers a conflict with {effect.message}"
                     raise Violation("conflict", text, (effect.message.transfer.room,))
                 self.state.counts["sent on to another DP rank"] += redirect
-            elif isinstance(effect.message, Metadata) and (content := effect.message.content):
-                self.state.counts["sent again without a forward"] += not decode_result(content).computed
         elif kind is events.PostWrite:
             self._posted(node, effect)
             self.ranks.posted(node, effect)
@@ -117,12 +114,14 @@ class Checks:
         (rooms.prefill if node.spec.role is Role.PREFILL else rooms.decode)(node, event, effects)
         if isinstance(event, events.ExpectRoom):
             self._placed[node.me, event.key] = event.decode
-            if event.decode is not None and not event.retain_s:
+            if event.decode is not None and event.retain_s is None:
                 key = event.key
                 placed = TransferId(
                     key.room, event.attempt, node.me, event.decode, key.generation, key.ordinal
                 )
                 self.transfers[node.me, key] = placed
+        elif isinstance(event, events.AllowReplacement) and event.ended:
+            self._placed[node.me, event.key] = event.decode
         elif isinstance(event, events.OpenReceiver):
             self._placed[node.me, event.key] = event.prefill
         elif isinstance(event, events.SendMetadata):

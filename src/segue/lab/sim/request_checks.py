@@ -12,7 +12,7 @@ from segue.lab.sim.node_views import NodeView
 from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Process, Violation, World
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item
-from segue.server.messages.control import Cancel, Submit
+from segue.server.messages.control import Cancel, Replace, Submit
 
 
 class RequestChecks:
@@ -129,7 +129,7 @@ class RequestChecks:
         scheduler: Any = node.scheduler
         rooms: tuple[int, ...] = ()
         match item:
-            case FromFrontend(origin, (Submit() | Cancel()) as message):
+            case FromFrontend(origin, (Submit() | Replace() | Cancel()) as message):
                 asked = message.request.request_id if isinstance(message, Submit) else message.request_id
                 left = (origin, asked) in scheduler.admission.requests
             case FrontendGone(origin):

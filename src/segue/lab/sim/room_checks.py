@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from segue.kv.errors import ErrorCode
@@ -139,7 +139,7 @@ class RoomChecks:
         ledger = self._rooms.get(key)
         self._committed.setdefault(key, set()).add(transfer)
         living = [t for t in self._committed[key] if self._state.by_leader[t.decode].alive]
-        if ledger is not None and not ledger.expected.retain_s and len(living) > 1:
+        if ledger is not None and ledger.expected.retain_s is None and len(living) > 1:
             raise self._broken(4, node, f"{transfer} is one of two commits", transfer.room)
 
     def granted_no_more(self, node: KVView, transfer: TransferId, epoch: int) -> None:
@@ -174,7 +174,11 @@ class RoomChecks:
         elif isinstance(message, _ENDS):
             self._waiting.get((node.me, message.transfer.sent_as), {}).pop(message.transfer, None)
         elif isinstance(event, events.AllowReplacement) and before is not None:
-            before.permits.add((event.replaced, event.by, event.decode))
+            if event.ended:
+                before.expected = replace(before.expected, decode=event.decode, attempt=event.by)
+                before.doubt = None
+            else:
+                before.permits.add((event.replaced, event.by, event.decode))
         closed_at = None if before is None else before.closed_at
         was_closed = closed_at is not None and self._remembers(node, closed_at)
         live = before.live if before is not None else None
@@ -297,6 +301,8 @@ class RoomChecks:
         self._waiting.get((node.me, transfer.sent_as), {}).pop(transfer, None)
         if ledger is None or ledger.live != transfer:
             return
+        if isinstance(event, events.AllowReplacement) and event.ended:
+            return
         if by := self._replacer(event):
             self._said(node, ledger, transfer, by)
             ledger.doubt = transfer
@@ -337,7 +343,8 @@ class RoomChecks:
         by = self._replacer(event)
         if ledger.live == transfer and by is not None and by != transfer:
             self._said(node, ledger, transfer, by)
-            if transfer in self._committed.get((node.me, transfer.sent_as), ()):
+            told = isinstance(by, events.AllowReplacement) and by.ended
+            if not told and transfer in self._committed.get((node.me, transfer.sent_as), ()):
                 text = f"{transfer} ends for another attempt, and decode has committed it"
                 raise self._broken(4, node, text, transfer.room)
             self._count(3, "replaced")
@@ -378,7 +385,7 @@ class RoomChecks:
             if error is None or error.code is not ErrorCode.BOOTSTRAP_TIMEOUT:
                 raise self._broken(1, node, f"nobody came for room {key}, and it ends with {error}", key.room)
             self._count(1, "nobody came")
-        if ledger.failures >= node.limits.max_bindings and ledger.expected.retain_s:
+        if ledger.failures >= node.limits.max_bindings and ledger.expected.retain_s is not None:
             self._count(9, "bindings spent")
         if error is not None and error.code is ErrorCode.DP_RANK_CONFLICT:
             self._count(8, "owned by another rank")
@@ -449,8 +456,8 @@ class RoomChecks:
             self._count(11, "declined" if ends else "no right to decline")
 
     def _evicted(self, node: KVView, event: events.EndRoom, ledger: Ledger, effects: Sequence[Any]) -> None:
-        """9: only pages that nobody was shown are taken back."""
-        if ledger.bindings:
+        """9: only pages that nobody has a binding for are taken back."""
+        if ledger.live is not None or ledger.doubt is not None or ledger.commits:
             self._count(9, "bound and not evicted")
             if effects:
                 raise self._broken(9, node, f"room {event.key} was bound, and is evicted", event.key.room)

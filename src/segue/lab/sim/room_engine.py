@@ -137,7 +137,7 @@ class RoomEngine:
             plan.budget_s,
             claim=room.digest(wrong=False),
             decode=decode,
-            retain_s=plan.retain_s,
+            retain_s=plan.retain_s or None,
             announce=plan.announce,
         )
         half = self.halves[room.key] = EngineHalf(room, sender, pages)

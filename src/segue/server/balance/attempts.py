@@ -31,6 +31,10 @@ UNREACHED = frozenset({ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIME
 _OF_THE_PAIR = INCOMPATIBLE | {ErrorCode.TRANSFER_FAILED, ErrorCode.CHECKSUM_MISMATCH}
 
 
+#: After these, what prefill computed is not to be trusted: it is computed again.
+DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL})
+
+
 class Next(enum.Enum):
     """The step after a failed attempt."""
 
@@ -204,6 +208,19 @@ class Attempts:
         if not elsewhere or self.begun >= self.limit:
             return Next.END
         return Next.CONTINUE if self.delivered else Next.PLACE_AGAIN
+
+    def kept_failed(self, error: ErrorInfo, prefill: LeaderId) -> None:
+        """Prefill's half, which went on after decode's had failed, has ended as well."""
+        self.avoid.add(prefill)
+        self.kv_holder = None
+        if error.code in LOSSES:
+            self.lost.add(prefill)
+
+    def prefill_gone(self) -> Next:
+        """Decode was placed again, and prefill did not have its half any more: an attempt that does not
+        count. The next one is on both."""
+        self.limit += 1
+        return Next.PLACE_AGAIN
 
     def lost_together(self, leaders: Collection[LeaderId]) -> None:
         """The replica that was lost last takes all of these with it, whose end we may not have seen yet."""

@@ -1,7 +1,8 @@
 """One request on a fleet: its attempts, one after the other, their outputs, and its deadline.
 
 A pair is a transaction: both halves are submitted at once, an error of either ends the other at once, and the
-next attempt begins only after both halves of the last one have ended or were told to. The router decides what
+next attempt begins only after both halves of the last one have ended or were told to. If decode fails before
+its first token, prefill's half may go on, for the next attempt on the same prefill. The router decides what
 follows a failure; this module carries it out. The caller sees one stream of outputs that ends once.
 """
 
@@ -13,30 +14,36 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from segue.engine.request import Output, Request, Wait
 from segue.kv import (
     OPEN_RANK,
     AbortedByClient,
     DeadlineExceeded,
+    ErrorCode,
     ErrorInfo,
     Internal,
     LeaderId,
     SegueError,
     Ticket,
+    TransferFailed,
 )
-from segue.server.balance.attempts import Attempts, Next
+from segue.server.balance.attempts import DOUBTS, Attempts, Next
 from segue.server.balance.policy import PlacementRequest
 from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.fleet.membership import Membership
 from segue.server.fleet.replica import REASONS, Replica, Route
 from segue.server.fleet.retry_after import RetryAfter
 from segue.server.fleet.router import Router
-from segue.server.messages.control import Cancel, Submit
+from segue.server.messages.control import Cancel, Replace, Submit
 from segue.server.messages.records import Path, Records, RequestRecord
 from segue.server.observe.metrics import Metrics
 
 #: Reason of the `Cancel` that ends a request whose caller has enough, as after a stop string.
 _ENOUGH = AbortedByClient("the caller has all that it wants").info
+#: Reason of the one that ends prefill's half where the next attempt is placed without it.
+_ELSEWHERE = TransferFailed("the next attempt is placed elsewhere").info
 
 
 class Signal:
@@ -90,7 +97,7 @@ class DirectHalf:
 
 
 class Attempt:
-    """One try of a call on one route."""
+    """One try of a call on one route; or several, one after the other, that share prefill's half."""
 
     def __init__(
         self, call: Call, parts: Parts, route: Route, request: Request, number: int, half: DirectHalf | None
@@ -101,21 +108,45 @@ class Attempt:
         self._parts = parts
         self._request = request
         self._number = number
+        #: how often decode's half was placed again
+        self.replaced = 0
         #: Decode has sent a token: prefill has done its part, and nothing from there is heard any more.
         self._begun = False
         self._tokens = len(request.prompt) + request.sampling.max_tokens
-        #: Replicas whose half may still run.
+        #: The ids of the halves, and the replicas whose half may still run.
+        self._ids: dict[Replica, str] = {}
         self._live: list[Replica] = []
 
     def start(self, budget_s: float) -> None:
         """Submit to both leaders at once."""
-        route, membership, prefill = self.route, self._parts.membership, self.route.prefill.leader
+        self._live = list(self.route.replicas)
+        self._send(Submit(self._request, self._ticket(budget_s)), *self._live)
+
+    def keeps(self, error: ErrorInfo) -> bool:
+        """Whether prefill's half goes on after decode has failed with `error`."""
+        prefill, decode = self.route.prefill, self.route.decode
+        spent = self.replaced + 1 >= self._parts.membership.limits.max_bindings
+        able = prefill is not decode and prefill in self._live and not (self._begun or self._half or spent)
+        return able and error.code not in DOUBTS
+
+    def replace(self, route: Route, request: Request, number: int, budget_s: float) -> None:
+        """Go on with prefill's half, and with decode's on the decode replica of `route`."""
+        self.route, self._request, self._number = route, request, number
+        self.replaced += 1
+        self._live.append(route.decode)
+        ticket = self._ticket(budget_s)
+        self._send(Submit(request, ticket), route.decode)
+        if route.prefill.session is not None:
+            route.prefill.session.send(Replace(self._ids[route.prefill], ticket))
+
+    def _ticket(self, budget_s: float) -> Ticket:
+        route, prefill = self.route, self.route.prefill.leader
         half = self._half
         if half is not None:
             prefill = half.prefill or prefill
         elif self._request.ranks.force_query_prefill_dp_rank and route.prefill is not route.decode:
             prefill = LeaderId(prefill.incarnation, OPEN_RANK)
-        ticket = membership.signed(
+        return self._parts.membership.signed(
             Ticket(
                 room=route.room,
                 attempt=self._number,
@@ -125,13 +156,14 @@ class Attempt:
                 ordinal=None if half is None else half.ordinal,
             )
         )
-        message = Submit(self._request, ticket)
-        self._live = list(route.replicas)
-        for replica in route.replicas:
-            membership.enter(replica, self._request.request_id, self, self._tokens)
+
+    def _send(self, message: Submit, *replicas: Replica) -> None:
+        for replica in replicas:
+            self._ids[replica] = message.request.request_id
+            self._parts.membership.enter(replica, message.request.request_id, self, self._tokens)
         # With what other requests send in this turn of the loop.
-        membership.gather()
-        for replica in route.replicas:
+        self._parts.membership.gather()
+        for replica in replicas:
             if replica.session is not None:
                 replica.session.send(message)
 
@@ -146,7 +178,7 @@ class Attempt:
             if output.token_ids and not self._begun:
                 self._begun = True
                 if self._number and output.usage is not None:
-                    self._parts.metrics.placed_again(output.usage)
+                    self._parts.metrics.placed_again(output.usage, kept=self.replaced > 0)
                 if self.route.prefill is not self.route.decode:
                     self._leave(self.route.prefill)
             if output.finish is not None:
@@ -164,26 +196,26 @@ class Attempt:
         self._failed(replica, error)
 
     def _failed(self, replica: Replica, error: SegueError) -> None:
-        # The other half ends now, not at its deadline (lesson 10).
-        self.end(error.info)
-        self._call.attempt_failed(self, replica, error)
+        # The other half ends now, not at its deadline (lesson 10), or goes on.
+        kept = self._call.attempt_failed(self, replica, error)
+        self.end(error.info, *([self.route.prefill] if kept else []))
 
     @property
     def begun(self) -> bool:
         """Whether decode has sent a token."""
         return self._begun
 
-    def end(self, reason: ErrorInfo, *, complete: bool = False) -> None:
-        """End this attempt wherever it still runs; as a success if it is `complete`."""
+    def end(self, reason: ErrorInfo, *kept: Replica, complete: bool = False) -> None:
+        """End this attempt wherever it still runs, but on `kept`; as a success if it is `complete`."""
         for replica in self._live:
-            if replica.session is not None:
-                replica.session.send(Cancel(self._request.request_id, reason, complete))
-        self._live.clear()
-        self._leave(*self.route.replicas)
+            if replica.session is not None and replica not in kept:
+                replica.session.send(Cancel(self._ids[replica], reason, complete))
+        self._live = list(kept)
+        self._leave(*(replica for replica in self.route.replicas if replica not in kept))
 
     def _leave(self, *replicas: Replica) -> None:
         for replica in replicas:
-            self._parts.membership.leave(replica, self._request.request_id, self._tokens)
+            self._parts.membership.leave(replica, self._ids[replica], self._tokens)
 
 
 class Call:
@@ -209,6 +241,8 @@ class Call:
         self._take: Callable[[Output], Wait | None] | None = None
         self._waiter: asyncio.Future[Wait | None] | None = None
         self._attempt: Attempt | None = None
+        #: the last attempt, of which prefill's half goes on
+        self._kept: Attempt | None = None
         self._answered = False
         self._error: SegueError | None = None
         self._ended = False
@@ -273,13 +307,24 @@ class Call:
             # Cancelled while it waited for somebody to come.
             return
         request = self.attempts.begin(*route.pair)
+        kept, self._kept = self._kept, None
+        goes_on = kept is not None and kept.route.prefill is route.prefill is not route.decode
+        if kept is not None and goes_on:
+            route = msgspec.structs.replace(route, room=kept.route.room)
+        elif kept is not None:
+            kept.end(_ELSEWHERE)
         names = " > ".join(dict.fromkeys((route.prefill.name, route.decode.name)))
         how = REASONS[route.reason]
         text = f"attempt {self.attempts.number} room {route.room}: {names} ({route.why}); {how}"
         self._parts.metrics.placements.labels(route.reason).inc()
         self._path.enter("attempt", self._loop.time(), text)
+        budget_s = self._deadline - self._loop.time()
+        if kept is not None and goes_on:
+            self._attempt = kept
+            kept.replace(route, request, self.attempts.number, budget_s)
+            return
         self._attempt = Attempt(self, self._parts, route, request, self.attempts.number, self._half)
-        self._attempt.start(self._deadline - self._loop.time())
+        self._attempt.start(budget_s)
 
     async def _place(self) -> Route:
         """Choose the replicas of the next attempt. Waits a little for a replica to register, and until the
@@ -365,16 +410,25 @@ class Call:
             text = f"the client reads too slowly: {len(self._queue)} outputs wait for it"
             self.fail(AbortedByClient(text, phase="stream"))
 
-    def attempt_failed(self, attempt: Attempt, reporter: Replica, error: SegueError) -> None:
-        """An attempt ended badly, on both sides: place it again, continue it elsewhere, or fail."""
+    def attempt_failed(self, attempt: Attempt, reporter: Replica, error: SegueError) -> bool:
+        """An attempt ended badly: place it again, continue it elsewhere, or fail. Returns whether prefill's
+        half goes on, for the next one."""
+        if attempt is self._kept:
+            self._kept = None
+            self._parts.router.kept_failed(self.attempts, attempt.route, error.info, self._loop.time())
         if self._ended or attempt is not self._attempt:
-            return
-        parts, info = self._parts, error.info
-        follows = parts.router.after_failure(self.attempts, attempt.route, reporter, info, self._loop.time())
+            return False
+        parts, info, route = self._parts, error.info, attempt.route
+        if attempt.replaced and reporter is route.prefill and info.code is ErrorCode.OUT_OF_CAPACITY:
+            follows = self.attempts.prefill_gone()
+        else:
+            follows = parts.router.after_failure(self.attempts, route, reporter, info, self._loop.time())
         parts.news.notify()
         if follows is Next.END:
             self._fail(error)
-            return
+            return False
+        kept = follows is Next.PLACE_AGAIN and self.attempts.kv_holder == route.prefill.leader
+        self._kept = attempt if kept and attempt.keeps(info) else None
         self._answered = False
         said = f"{info.code} at {info.origin or reporter.name}: {info.text}"
         self._path.enter("place", self._loop.time(), f"{follows.name.lower()} after {said}")
@@ -382,6 +436,7 @@ class Call:
         counter.labels(info.code).inc()
         self._attempt = None
         self._wake()
+        return self._kept is not None
 
     # ---- its end --------------------------------------------------------------------------------
 
@@ -439,6 +494,9 @@ class Call:
         self._alarm.cancel()
         if self._patience is not None:
             self._patience.cancel()
+        if self._kept is not None:
+            self._kept.end(_ENOUGH if self._error is None else self._error.info)
+            self._kept = None
         self._parts.records.put(self.record(ended=True))
         # An attempt names its call: of such circles only the garbage collector gets rid.
         self._attempt = None

@@ -53,7 +53,7 @@ class Membership:
         self.replicas: dict[LeaderId, Replica] = {}
         self._registry = registry
         self._secret = secret
-        self._limits = limits
+        self.limits = limits
         self._metrics = metrics
         self._served_model = served_model
         self._changed = changed
@@ -157,7 +157,7 @@ class Membership:
         where = replica.where
 
         async def connect() -> Session:
-            timeout_s = self._limits.connect_s + self._limits.handshake_s
+            timeout_s = self.limits.connect_s + self.limits.handshake_s
             return await self._node.connect(
                 where.host, where.port, expect=replica.leader, timeout_s=timeout_s
             )

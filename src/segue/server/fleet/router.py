@@ -334,8 +334,7 @@ class Router:
         failed = next((r for r in route.replicas if r.leader == at), reporter)
         self.record_failure(failed, info, now)
         follows = attempts.failed(info, reporter.leader)
-        if info.code in LOSSES and failed.record.shared_experts:
-            attempts.lost_together([r for r in self._replicas if r.incarnation == at.incarnation])
+        self._lost_together(attempts, failed, info)
         # A full worker is not asked again at once; a lost one may have a successor soon.
         hopeless = info.code is ErrorCode.OUT_OF_CAPACITY and self._alone(failed)
         if info.code in INCOMPATIBLE:
@@ -343,6 +342,20 @@ class Router:
         if follows is Next.END or hopeless or not self.may_retry(info.code, follows):
             return Next.END
         return follows
+
+    def kept_failed(self, attempts: Attempts, route: Route, info: ErrorInfo, now: float) -> None:
+        """Between two attempts, prefill's half has ended. If others needed its pages, nobody is at fault."""
+        if info.code in INCOMPATIBLE:
+            self._refuse(route)
+        elif info.code is not ErrorCode.OUT_OF_CAPACITY:
+            self.record_failure(route.prefill, info, now)
+            attempts.kept_failed(info, route.prefill.leader)
+            self._lost_together(attempts, route.prefill, info)
+
+    def _lost_together(self, attempts: Attempts, lost: Replica, info: ErrorInfo) -> None:
+        if info.code in LOSSES and lost.record.shared_experts:
+            same = lost.leader.incarnation
+            attempts.lost_together([r for r in self._replicas if r.incarnation == same])
 
     def may_retry(self, code: ErrorCode, follows: Next) -> bool:
         """Take one retry out of the fleet's budget, which keeps a failing fleet from doubling its load.

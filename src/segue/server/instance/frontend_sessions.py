@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from segue.engine.kv_events import FollowPrefixes, KVEvent, Prefixes, net
+from segue.engine.kv_events import KVEvent, Prefixes, net
 from segue.engine.request import Output
 from segue.kv import Incarnation, PeerRefused, SegueError
 from segue.kv.session import PeerInfo, Session
-from segue.server.instance.leader import FromFrontend, FrontendGone, Item
+from segue.server.instance.leader import FromFrontend, FrontendGone, Item, Order
 from segue.server.messages.control import (
-    Cancel,
     Explained,
-    FlushCache,
     Load,
     Outputs,
-    Submit,
 )
 
 log = logging.getLogger("segue.instance")
@@ -55,7 +52,7 @@ class FrontendSessions:
 
     def received(self, session: Session, message: object) -> None:
         """Orders to the leader, and answers for operators."""
-        if self.deliver is not None and isinstance(message, Submit | Cancel | FlushCache | FollowPrefixes):
+        if self.deliver is not None and isinstance(message, Order):
             self.deliver(FromFrontend(session.peer.leader.incarnation, message))
         elif isinstance(message, Explained):
             self.on_explained(session.peer.leader.incarnation, message)

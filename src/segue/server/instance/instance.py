@@ -337,8 +337,6 @@ class Instance:
         """Tables and counters that `/metrics` shows."""
         found = {} if self.manager is None else dict(self.manager.sizes())
         if isinstance(self.scheduler, PrefillScheduler):
-            retained = self.scheduler.retained
-            found |= {"retained_prompts": len(retained), "retained_bytes": retained.nbytes}
             found |= {"unbound_rooms": self.scheduler.unbound, "abandoned_rooms": self.scheduler.abandoned}
         return found if self._direct_server is None else {**found, **self._direct_server.counts()}
 

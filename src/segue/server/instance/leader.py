@@ -35,7 +35,7 @@ from segue.kv import (
     Release,
     SegueError,
 )
-from segue.server.messages.control import Cancel, FlushCache, Load, Submit
+from segue.server.messages.control import Cancel, FlushCache, Load, Replace, Submit
 from segue.server.schedulers.scheduler import Scheduler
 
 log = logging.getLogger("segue.leader")
@@ -48,12 +48,15 @@ ABANDON_S = 5.0
 QUIET_S = 0.002
 
 
+Order = Submit | Replace | Cancel | FlushCache | FollowPrefixes
+
+
 @dataclass(frozen=True, slots=True)
 class FromFrontend:
     """A control message of the frontend `origin`."""
 
     origin: Incarnation
-    message: Submit | Cancel | FlushCache | FollowPrefixes
+    message: Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +302,8 @@ class Leader:
                         self.scheduler.submit(origin, submit, now)
                 case FormatReady(grammar):
                     self._unpark(grammar, now)
+                case FromFrontend(origin, Replace() as message):
+                    self.scheduler.replace(origin, message, now)
                 case FromFrontend(origin, Cancel() as cancel):
                     self._drop_parked(origin, cancel.reason, cancel.request_id)
                     self.scheduler.cancel(
@@ -413,8 +418,8 @@ class Leader:
             match item:
                 case FromFrontend(origin, Submit() as submit):
                     self.scheduler.broken(origin, submit.request.request_id, error, now, submit)
-                case FromFrontend(origin, Cancel() as cancel):
-                    self.scheduler.broken(origin, cancel.request_id, error, now)
+                case FromFrontend(origin, (Replace() | Cancel()) as message):
+                    self.scheduler.broken(origin, message.request_id, error, now)
                 case Phase():
                     self.scheduler.broken_handoff(item.key, error, now)
                 case Release() | Quarantined():

@@ -1,7 +1,8 @@
 """The control channel between a frontend and a replica's leader: typed messages, no addresses.
 
 The frontend sends `Submit` to both leaders of a ticket at once; decode answers `Outputs`; prefill
-answers only `Outputs` with an error, so that a failure is known at once on either leg.
+answers only `Outputs` with an error, so that a failure is known at once on either leg. If decode fails before
+its first token, prefill's half goes on, and gets `Replace` with the next ticket in place of a `Submit`.
 
 The server of an instance in direct mode is such a frontend, and its ticket is for one half
 (`Ticket.ordinal`): prefill answers it with the first token.
@@ -34,6 +35,17 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     reason: ErrorInfo
     complete: bool = False
+
+
+class Replace(msgspec.Struct, frozen=True, tag=True):
+    """Frontend → prefill: the request goes on in its room, with decode's half on another leader or once more
+    on the same one. `ticket` is that half's; of earlier ones nothing is taken any more.
+
+    Prefill answers `OUT_OF_CAPACITY` if it does not have its half any more.
+    """
+
+    request_id: str
+    ticket: Ticket
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -102,5 +114,5 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True):
 
 
 ControlMessage = (
-    Submit | Cancel | Outputs | Load | FlushCache | Explain | Explained | FollowPrefixes | Prefixes
+    Submit | Replace | Cancel | Outputs | Load | FlushCache | Explain | Explained | FollowPrefixes | Prefixes
 )

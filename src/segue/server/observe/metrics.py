@@ -145,10 +145,12 @@ class Metrics:
         if code is ErrorCode.OUT_OF_CAPACITY:
             self.rejected.inc()
 
-    def placed_again(self, usage: Usage) -> None:
-        """A generation that was placed again has its next token; `usage` says what its prompt cost."""
-        self.placed_again_tokens.labels("kept").inc(usage.decode_cached + usage.prefill_cached)
-        self.placed_again_tokens.labels("computed").inc(usage.computed)
+    def placed_again(self, usage: Usage, *, kept: bool = False) -> None:
+        """A generation that was placed again has its next token. `usage` says what its prompt cost; if
+        prefill's half was `kept`, nothing was computed again."""
+        again = 0 if kept else usage.computed
+        self.placed_again_tokens.labels("kept").inc(usage.prompt_tokens - again)
+        self.placed_again_tokens.labels("computed").inc(again)
 
     def timeline(self, timeline: dict[str, float]) -> None:
         """Record the parts of one first token; names outside `PHASES` are left out."""

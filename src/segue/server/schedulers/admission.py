@@ -73,8 +73,7 @@ class Admission:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token")
-        deadline = verify_ticket(ticket, self.secret, origin, now, self.config.limits.request_budget_s)
-        self._spent.spend(ticket, deadline, now)
+        deadline = self.spend(origin, ticket, now)
         vocab_size, prompt_tokens, given = self._info.vocab_size, len(request.prompt), len(request.output)
         if not all(0 <= token < vocab_size for token in request.prompt):
             raise InvalidRequest(f"a prompt token is outside the vocabulary of {vocab_size}")
@@ -102,6 +101,12 @@ class Admission:
             deadline=deadline,
             max_tokens=min(request.sampling.max_tokens, self.room_tokens - prompt_tokens),
         )
+
+    def spend(self, origin: Incarnation, ticket: Ticket, now: float) -> float:
+        """Use a ticket up; returns its deadline. Raises a SegueError for one that is not good."""
+        deadline = verify_ticket(ticket, self.secret, origin, now, self.config.limits.request_budget_s)
+        self._spent.spend(ticket, deadline, now)
+        return deadline
 
     def add(self, state: RequestState) -> None:
         """The request is here from now on."""

@@ -28,6 +28,7 @@ from segue.kv import (
     ErrorCode,
     ErrorInfo,
     Handles,
+    Incarnation,
     Internal,
     InvalidRequest,
     KVPoll,
@@ -42,7 +43,8 @@ from segue.kv import (
     Span,
     dp_rank_conflict,
 )
-from segue.server.messages.control import Submit
+from segue.server.balance.attempts import DOUBTS
+from segue.server.messages.control import Replace, Submit
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.prefill_queue import PrefillQueue
 from segue.server.schedulers.prefill_result import PrefillResult
@@ -53,14 +55,13 @@ from segue.server.schedulers.request_state import (
     claim_of,
     first_usage,
 )
-from segue.server.schedulers.retained_prompts import RetainedPrompts
 from segue.server.schedulers.scheduler import Scheduler
 
-#: After these, what was computed is not to be trusted: it is computed again.
-_DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL})
 #: A room that no decode has bound for so long ends if others need what it holds, or if we drain. A decode
 #: that is full binds late, so it is not ended without need.
 STALE_S = 30.0
+#: A prompt waits so long for pages before those whose decode was placed again, and has not come, give theirs.
+HELD_S = 1.0
 
 
 class PrefillScheduler(Scheduler):
@@ -71,7 +72,8 @@ class PrefillScheduler(Scheduler):
         self.handoffs = handoffs
         self.table: dict[RoomKey, RoleTransfer[KVSender]] = {}
         self.queue = PrefillQueue(self.cache, config.chunk_tokens)
-        self.retained = RetainedPrompts()
+        #: prompts whose decode was placed again
+        self._replaced: dict[RoomKey, RoleTransfer[KVSender]] = {}
         #: rooms of direct mode that no decode has bound yet, the oldest first
         self._unbound: dict[RoomKey, RoleTransfer[KVSender]] = {}
         #: when the oldest of them may be ended for others
@@ -102,6 +104,7 @@ class PrefillScheduler(Scheduler):
             claim=claim_of(state.request),
             decode=None if state.direct else state.ticket.decode,
             attempt=state.ticket.attempt,
+            retain_s=None if state.direct else 0.0,
             announce=named.is_open and looked_for != me.dp_rank,
         )
         self.table[state.sent_as] = RoleTransfer(state, sender)
@@ -172,8 +175,8 @@ class PrefillScheduler(Scheduler):
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
         self.queue.remove(state)
-        if error is not None and error.retryable and error.code not in _DOUBTS:
-            self._keep(state, now)
+        if error is not None and error.retryable and error.code not in DOUBTS:
+            self.cache.remember(state, state.computed)
         entry = self.table.get(state.sent_as)
         if entry is None or entry.state is not state:
             self.cache.release(state)
@@ -182,56 +185,37 @@ class PrefillScheduler(Scheduler):
         if error is not None:
             entry.handle.abort(error)
 
-    # ---- a new attempt after a failed one ----------------------------------------------------
+    # ---- decode's half is placed again ---------------------------------------------------------
 
-    def _keep(self, state: RequestState, now: float) -> None:
-        """Keep the KV of `state` for a later attempt: whole pages in the prefix tree, the rest on the host.
-        Pressure evicts the pages like any others of the tree. Models with a recurrent state keep nothing."""
-        if not self.cache.reusable:
+    def replace(self, origin: Incarnation, message: Replace, now: float) -> None:
+        """Decode's half of a request goes to another leader; ours, and its room, go on."""
+        state = self.admission.requests.get((origin, message.request_id))
+        entry = self.table.get(state.sent_as) if state is not None else None
+        if state is None or entry is None:
+            super().replace(origin, message, now)
             return
-        self.cache.remember(state, state.computed)
-        if state.result is None or state.direct or state.sampling.prompt_logprobs is not None:
-            return
-        whole, rest = divmod(len(state.prompt), self.cache.pool.page_tokens)
-        tail = None
-        if rest:
-            pages = state.pages[whole : whole + 1]
-            tail = self.attempt("copy_out", state, now, self.engine.copy_out, pages)
-            if tail is None:
-                return
-        self.retained.put(state, state.result, tail)
-
-    def _resume(self, state: RequestState, now: float) -> bool:
-        """Answer `state` from what an earlier attempt computed, without a forward. False if that is gone."""
-        retained = self.retained.take(state)
-        if retained is None:
-            return False
-        size, tokens = self.cache.pool.page_tokens, len(state.prompt)
-        match = self.cache.tree.match(state.prompt[: tokens // size * size], state.request.cache_salt)
-        tail: list[int] | None = None
-        if match.tokens == tokens // size * size:
-            tail = self.cache.take(1, after=match.pages[-1] if match.pages else None) if retained.tail else []
-        if tail is None:
-            self.cache.pool.release(match.pages)
-            return False
         try:
-            if retained.tail is not None:
-                self.engine.copy_in(retained.tail, tail)
-        except Exception as exc:  # the boundary: what was kept is no help then, and nothing else is lost
-            self.bugs.append((f"copy_in of what was kept for room {state.ticket.room}", exc))
-            self.cache.pool.release(match.pages + tail)
-            return False
-        state.pages = match.pages + tail
-        state.cached = state.computed = tokens
-        state.enter("in_flight", now)
-        state.result = replace(
-            retained.result,
-            prefill_cached=tokens,
-            computed=0,
-            timeline=self._times(state) | {"at_forward_end": now},
-        )
-        self._sender(state).send(Span(0, tokens), state.pages, state.result.encode())
-        return True
+            self.admission.spend(origin, message.ticket, now)
+            if message.ticket.room != state.ticket.room:
+                raise InvalidRequest("the ticket names another room")
+        except SegueError as error:
+            self.fail(state, error.info, now)
+            return
+        entry.handle.allow(state.ticket.attempt, message.ticket.attempt, message.ticket.decode, ended=True)
+        state.ticket = replace(message.ticket, prefill=self.config.me, budget_s=state.ticket.budget_s)
+        state.path.enter(state.phase, now, f"attempt {state.ticket.attempt}: decode {state.ticket.decode}")
+        self._replaced[state.sent_as] = entry
+
+    def _evict_replaced(self, short: RequestState, now: float) -> None:
+        """End the rooms whose next decode has not come yet, if another prompt has waited a while for what
+        they hold: else their decodes may wait for what that prompt's decode holds."""
+        due = short.since + HELD_S
+        if now < due:
+            self._evict_at = min(self._evict_at or due, due)
+            return
+        for entry in self._replaced.values():
+            if entry.state.phase == "in_flight":
+                entry.handle.evict(OutOfCapacity("other prompts need what this one holds").info)
 
     # ---- the hand-off ------------------------------------------------------------------------
 
@@ -247,8 +231,7 @@ class PrefillScheduler(Scheduler):
             case Phase(phase=KVPoll.WAITING_FOR_INPUT):
                 if not state.ended and state.phase == "bootstrap":
                     state.enter("queue", now)
-                    if not self._resume(state, now):
-                        self.queue.add(state)
+                    self.queue.add(state)
             case Phase(phase=KVPoll.FAILED):
                 timeout = change.error is not None and change.error.code is ErrorCode.BOOTSTRAP_TIMEOUT
                 self.abandoned += unbound is not None and timeout
@@ -259,6 +242,7 @@ class PrefillScheduler(Scheduler):
             case Release():
                 self.cache.release(state)
                 del self.table[change.key]
+                self._replaced.pop(change.key, None)
                 entry.handle.clear()
             case _:
                 pass
@@ -276,16 +260,13 @@ class PrefillScheduler(Scheduler):
     # ---- the forward -------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """See `Scheduler.next_deadline`; what is retained ends in time, too."""
-        ends = [end for end in (super().next_deadline(), self.retained.next_end()) if end is not None]
-        if self._evict_at is not None:
-            ends.append(self._evict_at)
+        """See `Scheduler.next_deadline`."""
+        ends = [end for end in (super().next_deadline(), self._evict_at) if end is not None]
         return min(ends, default=None)
 
     def advance(self, now: float) -> None:
         """Timers."""
         super().advance(now)
-        self.retained.expire(now)
         self._start_unbound(now)
 
     def plan(self, now: float) -> list[SequenceStep]:
@@ -295,6 +276,8 @@ class PrefillScheduler(Scheduler):
         planned = self.queue.plan(self.config.chunk_tokens, now)
         if self.queue.short is not None:
             self._evict(now)
+            if self._replaced:
+                self._evict_replaced(self.queue.short, now)
         for step in planned:
             state = self.admission.by_seq[step.seq_id]
             try:
@@ -359,11 +342,6 @@ class PrefillScheduler(Scheduler):
     def _times(self, state: RequestState) -> dict[str, float]:
         return {name: state.timeline.get(name, 0.0) for name in ("queue", "bootstrap", "prefill")}
 
-    def check_integrity(self) -> None:
-        """See `Scheduler.check_integrity`."""
-        super().check_integrity()
-        self.retained.check_integrity()
-
     # ---- what others see ---------------------------------------------------------------------
 
     def _running(self) -> Collection[RequestState]:
@@ -379,7 +357,7 @@ class PrefillScheduler(Scheduler):
         return len(self._unbound)
 
     def sizes(self) -> dict[str, int]:
-        """See `Scheduler.sizes`; what is retained belongs to no request."""
+        """See `Scheduler.sizes`."""
         tables = {"handoffs": len(self.table), "queue": len(self.queue), "unbound_rooms": self.unbound}
         return {**super().sizes(), **tables}
 

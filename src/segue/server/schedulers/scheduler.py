@@ -21,11 +21,12 @@ from segue.kv import (
     ErrorInfo,
     Incarnation,
     Internal,
+    OutOfCapacity,
     RoomKey,
     SegueError,
     TokenLogprob,
 )
-from segue.server.messages.control import Load, Submit
+from segue.server.messages.control import Load, Replace, Submit
 from segue.server.schedulers.admission import Admission, SchedulerConfig
 from segue.server.schedulers.kv_cache import KVCache
 from segue.server.schedulers.request_state import RequestState
@@ -72,6 +73,11 @@ class Scheduler(ABC):
             self._admit(state, now)
         except SegueError as error:
             self.fail(state, error.info, now)
+
+    def replace(self, origin: Incarnation, message: Replace, now: float) -> None:
+        """The frontend has placed the other half of a request again."""
+        gone = OutOfCapacity(f"{self.config.name} does not have its half of this request any more")
+        self.admission.refuse(origin, message.request_id, gone.info, now, message.ticket)
 
     @abstractmethod
     def _admit(self, state: RequestState, now: float) -> None:
