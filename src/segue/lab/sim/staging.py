@@ -183,11 +183,11 @@ class StagedPath(TcpPath):
         return data
 
     def busy_with(self, epoch: int) -> bool:
-        """Whether either end copies something of `epoch`. After the end of a path its copies at the
-        reader do not count: the reader has a fence of its own."""
-        known = {
-            number for writer in self._side(self.writer, self.mine).inner._writers for number in writer.pieces
-        }
+        """Whether either end copies something of `epoch`. After the end of a path or of its writer its
+        copies at the reader do not count: the reader has a fence of its own."""
+        side = self._side(self.writer, self.mine)
+        writers = () if side._closed else side.inner._writers
+        known = {number for writer in writers for number in writer.pieces}
         own = self.writer is self.reader
         return self.copying[epoch] > 0 or any(
             landing == epoch and (own or number in known) for number, landing in self.landings.items()
