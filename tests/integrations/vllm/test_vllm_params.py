@@ -173,6 +173,7 @@ def test_kv_that_nothing_identifies_is_not_handed_over(more: dict[str, Any], why
 def test_settings_have_defaults_and_take_all_keys() -> None:
     assert parse_settings(None) == parse_settings({})
     assert parse_settings({"transport": ["tcp"], "room_s": 5, "peers": ["10.0.0.0/8", "host"]}).room_s == 5.0
+    assert parse_settings({"room_s": 3600, "retain_s": 3600, "port": 65535}).room_s == 3600
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from vllm_bench import LOST, TO_PREFILL, request
-from vllm_pair import CPU_ATTN, Pair, TensorWorker, expected
+from vllm_pair import CPU_ATTN, Pair, TensorWorker, expected, make_caches
 
 from ports import HeldPort
+from segue.integrations.vllm.vllm_memory import cache_pool
 from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
     BlocksReleased,
@@ -21,9 +24,12 @@ from segue.integrations.vllm.vllm_orders import (
     ReceiveOrder,
 )
 from segue.integrations.vllm.vllm_params import engine_id
-from segue.integrations.vllm.vllm_settings import LoadFailurePolicy
+from segue.integrations.vllm.vllm_query import session_port
+from segue.integrations.vllm.vllm_rank import WorkerPlace, lead
+from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
 from segue.integrations.vllm.vllm_table import RequestEnd
-from segue.kv import ChecksumMode, ConfigError, Internal, RoomKey
+from segue.integrations.vllm.vllm_worker import WorkerSide
+from segue.kv import ChecksumMode, ConfigError, Internal, PeerRestarted, Role, RoomKey
 
 
 @pytest.fixture
@@ -293,6 +299,27 @@ def test_with_one_secret_sides_meet(stack: ExitStack) -> None:
     assert served(pair, "d1") is RequestEnd.LENGTH
     loaded_kv(pair, "d1")
     at_rest(pair)
+
+
+def test_the_first_data_parallel_rank_answers_query_for_the_others(stack: ExitStack, free_port: int) -> None:
+    settings = ConnectorSettings(transport=["tcp"], query_port=free_port)
+    sides = []
+    for place in (WorkerPlace(), WorkerPlace(data_rank=1)):
+        caches, _ = make_caches()
+        pool = cache_pool(caches, CPU_ATTN)
+        common = (Role.PREFILL, settings, b"", "m", pool, place)
+        sides.append(WorkerSide(*common, *lead(lambda value: value or ("", b""), place)))
+        stack.callback(sides[-1].close)
+    deadline = time.monotonic() + 20
+    for side in sides:
+        while True:
+            try:
+                asked = session_port("127.0.0.1", free_port, side.address.leader, 5.0)
+                assert asyncio.run(asked) == side.address.port
+                break
+            except PeerRestarted:  # it has not said yet where it is
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
