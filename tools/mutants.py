@@ -107,8 +107,9 @@ MUTANTS = (
     Mutant(
         "a pair is retried before its first half was ended",
         "server/fleet/call.py",
-        "        self.end(error.info)\n        self._call.attempt_failed",
-        "        self._leave(*self.route.replicas)\n        self._call.attempt_failed",
+        "        self.end(error.info, *([self.route.prefill] if kept else []))\n",
+        "        if kept:\n            self.end(error.info, self.route.prefill)\n"
+        "        else:\n            self._leave(*self.route.replicas)\n",
         "the half that did not fail runs on until its deadline",
     ),
     Mutant(
