@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,8 +89,9 @@ def threads_end() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     left = [t for t in threading.enumerate() if t not in before and t.name in THREADS]
+    until = time.monotonic() + 10
     for thread in left:
-        thread.join(10)
+        thread.join(max(0.0, until - time.monotonic()))
     assert [t.name for t in left if t.is_alive()] == []
 
 

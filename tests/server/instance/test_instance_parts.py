@@ -168,9 +168,12 @@ def instance(role: Role = Role.DECODE, **settings: Any) -> Iterator[Instance]:
         **settings,
     )
     made = Instance(config, engine, memory)
+    loop = made.plane.io.loop
     try:
         yield made
     finally:
+        made.plane.io.loop = loop  # some tests put another thing there
+        (made.manager or made.plane).close()
         engine.memory.release()  # type: ignore[attr-defined]
         memory.close()
 
@@ -260,7 +263,9 @@ def test_a_decode_instance_that_is_to_compute_no_prompt_computes_none_also_witho
         stack.callback(engine.memory.release)  # type: ignore[attr-defined]
         settings = ModelConfig(page_tokens=engine.spec.page_tokens, max_local_prefill_length=chosen)
         config = dataclasses.replace(CONFIG, engine=settings, transport="shm", limit=LIMITS)
-        assert Instance(config, engine, memory).scheduler.load().local_tokens == limit
+        made = Instance(config, engine, memory)
+        stack.callback(made.close)
+        assert made.scheduler.load().local_tokens == limit
 
 
 def test_what_the_registry_shows_of_an_instance_is_what_it_is_and_gone_when_it_has_left() -> None:
