@@ -300,13 +300,13 @@ def foreign_metadata(stage: Stage) -> None:
 
 
 def commits_metadata_of_another_prompt(stage: Stage) -> None:
-    stage.deployment.state.spoiled[stage.transfer.room] = "prompt tokens"
+    stage.deployment.state.spoiled[stage.transfer.room, stage.transfer.attempt] = "prompt tokens"
     stage.phases(stage.decode, B, W, T, S)
 
 
 def answers_from_spoiled_metadata(stage: Stage) -> None:
     asked = stage.asked()
-    stage.deployment.state.spoiled[asked.room] = "first token"
+    stage.deployment.state.spoiled[asked.room, asked.attempts[-1].ticket.attempt] = "first token"
     stage.checks.answers.tokens(asked)
 
 
@@ -415,7 +415,7 @@ def without_prompt_logprobs(stage: Stage) -> None:
 
 def unspoiled_metadata_refused(stage: Stage) -> None:
     placed(stage)
-    stage.deployment.state.spoiled[stage.transfer.room + 1] = "prompt hash"
+    stage.deployment.state.spoiled[stage.transfer.room + 1, 0] = "prompt hash"
     stage.phases(stage.decode, B, W, T)
     wrong = MetadataMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
     stage.checks.effect(stage.decode, events.HandoffPhase(stage.transfer, F, error=wrong))

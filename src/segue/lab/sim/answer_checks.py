@@ -47,7 +47,7 @@ class AnswerChecks:
     def tokens(self, asked: Asked) -> None:
         """24, as soon as it can be seen; 23 with the first token."""
         wanted = asked.wanted
-        if asked.room in self._state.spoiled:
+        if asked.attempts and (asked.room, asked.attempts[-1].ticket.attempt) in self._state.spoiled:
             raise Violation("7", f"{wanted.name} got {asked.tokens} from spoiled metadata", (asked.room,))
         if asked.room in self._causes.conflicts:
             raise Violation("conflict", f"{wanted.name} is served in spite of its DP rank", (asked.room,))

@@ -273,7 +273,7 @@ class Causes:
         if route.chained or any(self._touches(cause, code, route) for cause in self._found):
             return ""
         match code:
-            case ErrorCode.METADATA_MISMATCH if room in state.spoiled:
+            case ErrorCode.METADATA_MISMATCH if any(spoiled == room for spoiled, _ in state.spoiled):
                 return ""
             case _ if room in state.misheard and code in _MISHEARD:
                 return ""

@@ -162,7 +162,7 @@ class NodeFaults:
         node.state.counts[f"metadata: {what}"] += 1
         node.world.note(node.name, f"metadata of room {metadata.transfer.room:x} goes wrong: {what}")
         if what != "lost":
-            node.state.spoiled[metadata.transfer.room] = what
+            node.state.spoiled[metadata.transfer.room, metadata.transfer.attempt] = what
         match what:
             case "first token":
                 vocab_size = node.engine.info.vocab_size

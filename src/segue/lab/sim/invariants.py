@@ -267,7 +267,7 @@ class Checks:
         peer = effect.transfer.decode if node.spec.role is Role.PREFILL else effect.transfer.prefill
         half.connected = peer in node.peers
         if effect.phase is KVPoll.SUCCESS:
-            spoiled = self.state.spoiled.get(effect.transfer.room)
+            spoiled = self.state.spoiled.get((effect.transfer.room, effect.transfer.attempt))
             foreign = not spoiled and effect.metadata != self._contents.get(effect.transfer.room)
             if node.spec.role is Role.DECODE and (spoiled == "prompt tokens" or foreign):
                 raise Violation(

@@ -59,8 +59,8 @@ class SimState:
         self.registry_trouble_at = 0.0
         #: hand-offs of which a byte that matters is wrong
         self.flipped: set[TransferId] = set()
-        #: room whose metadata was spoiled on its way → what is wrong with it
-        self.spoiled: dict[int, str] = {}
+        #: room and attempt whose metadata was spoiled on its way → what is wrong with it
+        self.spoiled: dict[tuple[int, int], str] = {}
         #: hand-offs of which a handler has raised: on a proof, only the end of the process frees their pages
         self.buggy: set[TransferId] = set()
         #: rooms of which a half was told something wrong by its peer
