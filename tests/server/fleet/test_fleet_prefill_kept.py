@@ -141,6 +141,29 @@ def test_a_half_that_prefill_does_not_have_any_more_costs_no_attempt_and_blames_
     run(test, max_attempts=2)
 
 
+def test_decode_may_be_the_first_to_hear_that_prefill_does_not_have_its_half_any_more() -> None:
+    """Prefill's leader computes while its rooms answer decode."""
+
+    async def test(rig: Rig) -> None:
+        p = await rig.add(Role.PREFILL, "hang")
+        decodes = [await rig.add(Role.DECODE, "hang") for _ in range(2)]
+        task, one = await asked(rig, *decodes)
+        [two] = [d for d in decodes if d is not one]
+        says(one, LOST)
+        await two.until(lambda: bool(two.submits))
+        one.behave = two.behave = "serve"
+        name = f"prefill {p.node.me.incarnation[:8]} dp0"
+        says(two, OutOfCapacity("other prompts need what this one holds", origin=name))
+        assert await task == [5, 6, 7]
+        first, second = p.submits
+        assert second.ticket.room != first.ticket.room
+        assert [c.request_id for c in p.cancels] == [first.request.request_id]
+        assert len(p.replaces) == 1
+        assert rig.fleet.router.cooling(p.node.me).failures == 0
+
+    run(test, max_attempts=2)
+
+
 def test_a_half_that_fails_while_nobody_decodes_is_not_asked_again() -> None:
     async def test(rig: Rig) -> None:
         p = await rig.add(Role.PREFILL, "hang")

@@ -297,7 +297,9 @@ class FleetWire:
         if output.error is not None:
             del attempt.live[leader]
             asked.failure = output.error
-            full = role is Role.PREFILL and output.error.code is ErrorCode.OUT_OF_CAPACITY
+            # Decode may hear from prefill's room before the frontend hears from prefill.
+            prefills = role is Role.PREFILL or str(attempt.pair[0]) in output.error.origin
+            full = prefills and output.error.code is ErrorCode.OUT_OF_CAPACITY
             asked.gone += full and attempt.prefill_id != attempt.request_id
             if output.error.code in LOSSES:
                 asked.suspect |= set(attempt.pair)

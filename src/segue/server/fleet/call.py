@@ -419,7 +419,12 @@ class Call:
         if self._ended or attempt is not self._attempt:
             return False
         parts, info, route = self._parts, error.info, attempt.route
-        if attempt.replaced and reporter is route.prefill and info.code is ErrorCode.OUT_OF_CAPACITY:
+        # Decode may hear of it before us.
+        prefills = reporter is route.prefill or (
+            self.attempts.failed_replica(info, reporter.leader) == route.prefill.leader
+        )
+        gone = bool(attempt.replaced) and prefills and info.code is ErrorCode.OUT_OF_CAPACITY
+        if gone:
             follows = self.attempts.prefill_gone()
         else:
             follows = parts.router.after_failure(self.attempts, route, reporter, info, self._loop.time())
@@ -428,7 +433,7 @@ class Call:
             self._fail(error)
             return False
         kept = follows is Next.PLACE_AGAIN and self.attempts.kv_holder == route.prefill.leader
-        self._kept = attempt if kept and attempt.keeps(info) else None
+        self._kept = attempt if kept and not gone and attempt.keeps(info) else None
         self._answered = False
         said = f"{info.code} at {info.origin or reporter.name}: {info.text}"
         self._path.enter("place", self._loop.time(), f"{follows.name.lower()} after {said}")
