@@ -33,7 +33,7 @@ from segue.server.instance.leader import (
     Leader,
     NextRole,
 )
-from segue.server.messages.control import Cancel, Submit
+from segue.server.messages.control import Cancel, Replace, Submit
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.prefill import PrefillScheduler
 from segue.server.schedulers.scheduler import Scheduler
@@ -457,6 +457,26 @@ def test_a_request_that_ends_while_its_format_is_compiled_is_not_begun() -> None
     formats.asked[other]()
     rig.leader.attend()
     assert open_requests(rig) == set()
+
+
+def test_a_half_that_waits_for_its_format_takes_the_ticket_of_the_next_decode() -> None:
+    """Else it begins with the first one's, and waits for a decode that nobody submits to any more."""
+    rig, formats = formats_rig()
+    grammar = shaped(rig, "kept", 1)
+    shaped(rig, "stays", 2)
+    rig.leader.decide()
+    again = Ticket(room=1, attempt=1, prefill=ME, decode=ME, budget_s=10.0)
+    rig.leader.inbox.put(FromFrontend(FRONT, Replace("kept", again)))
+    rig.leader.inbox.put(FromFrontend(FRONT, Replace("unknown", again)))
+    rig.leader.attend()
+    assert [(out.request_id, out.error and out.error.code) for out in rig.sent] == [
+        ("unknown", ErrorCode.OUT_OF_CAPACITY)
+    ]
+    formats.asked[grammar]()
+    rig.leader.attend()
+    tickets = {s.request.request_id: s.ticket for s in rig.scheduler.admission.requests.values()}
+    assert tickets["kept"] == again
+    assert tickets["stays"].attempt == 0
 
 
 def test_a_half_of_direct_mode_that_ends_before_its_format_is_compiled_tells_the_other_half() -> None:

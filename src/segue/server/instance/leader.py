@@ -303,7 +303,8 @@ class Leader:
                 case FormatReady(grammar):
                     self._unpark(grammar, now)
                 case FromFrontend(origin, Replace() as message):
-                    self.scheduler.replace(origin, message, now)
+                    if not self._replace_parked(origin, message):
+                        self.scheduler.replace(origin, message, now)
                 case FromFrontend(origin, Cancel() as cancel):
                     self._drop_parked(origin, cancel.reason, cancel.request_id)
                     self.scheduler.cancel(
@@ -393,6 +394,18 @@ class Leader:
         for item in items:
             if isinstance(item.message, Submit):
                 self.scheduler.submit(item.origin, item.message, now)
+
+    def _replace_parked(self, origin: Incarnation, message: Replace) -> bool:
+        """Give a request that waits for its output format the ticket of its next decode; False if none
+        waits. Its first ticket names a decode that comes no more."""
+        for parked in self._parked.values():
+            for at, item in enumerate(parked):
+                submit = item.message
+                assert isinstance(submit, Submit)
+                if (item.origin, submit.request.request_id) == (origin, message.request_id):
+                    parked[at] = FromFrontend(origin, Submit(submit.request, message.ticket))
+                    return True
+        return False
 
     def _drop_parked(self, origin: Incarnation, error: ErrorInfo, request_id: str | None = None) -> None:
         """Forget one request of `origin`, or all of them, which end with `error`. The list stays, also empty,
