@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from pair import FRONT, VOCAB, Pair
 
@@ -232,6 +233,18 @@ def test_a_ticket_that_is_not_good_ends_the_half(bad: dict[str, int], code: Erro
     pair.prefill.scheduler.replace(FRONT, Replace("first", wrong), 0.0)
     pair.pump()
     assert set(pair.errors("first")) == {code.value}
+
+
+def test_a_ticket_of_another_sample_ends_the_half_and_leaves_its_pages_where_they_are_read() -> None:
+    pair, prompt = Pair(), list(range(18))
+    one_computed(pair, prompt)
+    wrong = msgspec.structs.replace(ticket(pair, 1), ordinal=1)
+    pair.prefill.scheduler.replace(FRONT, Replace("first", wrong), 0.0)
+    [state] = [entry.state for entry in pair.prefill.scheduler.table.values()]
+    assert state.pages, "given back before `Release`"
+    pair.run()
+    assert set(pair.errors("first")) == {ErrorCode.INVALID_REQUEST.value}
+    pair.assert_at_rest()
 
 
 def test_another_frontend_cannot_replace_it() -> None:

@@ -196,8 +196,8 @@ class PrefillScheduler(Scheduler):
             return
         try:
             self.admission.spend(origin, message.ticket, now)
-            if message.ticket.room != state.ticket.room:
-                raise InvalidRequest("the ticket names another room")
+            if (message.ticket.room, message.ticket.ordinal) != (state.ticket.room, state.ticket.ordinal):
+                raise InvalidRequest("the ticket names another room")  # the table has the half by its room
         except SegueError as error:
             self.fail(state, error.info, now)
             return
