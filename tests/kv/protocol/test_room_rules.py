@@ -541,6 +541,30 @@ def test_a_room_that_was_placed_again_is_not_for_the_decode_leader_before() -> N
     assert words(b.hear(destination(1, TWO, replaces=0)), TWO) == ["Accepted"]
 
 
+def test_an_attempt_that_was_replaced_twice_does_not_bind_again() -> None:
+    """The first decode leader has the room again; what it says of its first attempt is late."""
+    b = Bench()
+    b.expect(decode=ONE, retain_s=0.0)
+    b.tell(PLACED_AGAIN)
+    b.tell(events.AllowReplacement(ROOM, 1, 2, ONE, ended=True))
+    assert refused(b.hear(destination())) == (ErrorCode.TRANSFER_FAILED, True)
+    assert words(b.hear(destination(2, replaces=1))) == ["Accepted"]
+
+
+@pytest.mark.parametrize("first", ["destination", "commit"])
+def test_a_commit_that_comes_before_the_placer_s_word_ends_the_next_attempt_so_that_it_is_repeated(
+    first: str,
+) -> None:
+    """The placer has given the first decode up, and cannot know that it commits."""
+    b = all_sent(decode=ONE, retain_s=0.0)
+    steps = [lambda: b.hear(destination(1, TWO, replaces=0)), lambda: b.hear(Committed(transfer()))]
+    effects = [effect for step in (steps if first == "destination" else reversed(steps)) for effect in step()]
+    assert refused(effects, TWO) == (ErrorCode.OUT_OF_CAPACITY, True)
+    assert refusal(effects, TWO).origin == "prefill here", "the next decode is not at fault"
+    assert b.tell(PLACED_AGAIN) == []
+    assert b.phase() is KVPoll.SUCCESS
+
+
 def test_a_word_that_comes_after_its_own_attempt_has_bound_changes_nothing() -> None:
     """The same decode leader replaces its own attempt without a word."""
     b = writing(decode=ONE, retain_s=0.0)

@@ -479,7 +479,7 @@ class Rooms:
         elif room.state is _S.EXPECTED and room.doubt is None:
             self._bind(room, peer, message)
         elif room.state is _S.CLOSED:
-            self._refuse(peer, message.transfer, room.error or self._over(room))
+            self._refuse(peer, message.transfer, room.error or self._taken(room, message))
         else:
             self._contest(room, self._waiting(peer, message, message.budget_s))
 
@@ -493,6 +493,19 @@ class Rooms:
     def _over(self, room: Room) -> ErrorInfo:
         text = f"room {room.key.room} is over; each request needs a room of its own"
         return InvalidRequest(text, origin=self._local.origin, room=room.key.room).info
+
+    def _taken(self, room: Room, message: Destination) -> ErrorInfo:
+        """The error of a destination for a closed room that has not failed. The placer may have given up the
+        attempt that has committed: the next one is not at fault, and may be repeated in another room."""
+        opened, success = room.opened, room.success
+        later = success is not None and message.transfer.attempt > success.transfer.attempt
+        return self._taken_before(room) if later and opened.decode is not None else self._over(room)
+
+    @staticmethod
+    def _taken_before(room: Room) -> ErrorInfo:
+        text = f"an earlier attempt at room {room.key.room} has succeeded"
+        # The placer knows the code: prefill does not have its half any more.
+        return (TransferFailed(text) if room.opened.decode is None else OutOfCapacity(text)).info
 
     def _declined(self, room: Room | None, peer: LeaderId, message: Declined) -> None:
         if room is None or room.state is _S.PARKED:
@@ -653,6 +666,10 @@ class Rooms:
             text = f"room {room.key.room} was placed for decode {opened.decode}"
             self._refuse(peer, message.transfer, PeerRefused(text, retryable=False).info)
             return
+        if opened.decode is not None and message.transfer.attempt < opened.attempt:
+            text = f"room {room.key.room} was placed again as attempt {opened.attempt}"
+            self._refuse(peer, message.transfer, TransferFailed(text).info)
+            return
         machine = self._accepted(room, peer, message)
         if machine is None:
             return
@@ -791,8 +808,7 @@ class Rooms:
     def _committed(self, room: Room, effect: HandoffPhase) -> None:
         """Decode has the whole KV: attempts that wait to replace it get `Gone`."""
         room.machine, room.doubt, room.success = None, None, effect
-        taken = TransferFailed(f"an earlier attempt at room {room.key.room} has succeeded")
-        self._refuse_waiting(room, taken.info)
+        self._refuse_waiting(room, self._taken_before(room))
         if room.opened.retain_s and not room.ending:
             room.state = _S.EXPECTED
             self._set_timer(room, min(room.until, self._turn.now + room.opened.retain_s))
