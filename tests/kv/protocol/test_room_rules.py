@@ -551,6 +551,32 @@ def test_an_attempt_that_was_replaced_twice_does_not_bind_again() -> None:
     assert words(b.hear(destination(2, replaces=1))) == ["Accepted"]
 
 
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_commit_that_the_session_has_lost_is_asked_for_and_ends_the_room(fenced: bool) -> None:
+    """Nobody is placed again: else the pages would wait for the request's deadline."""
+    b = all_sent(decode=ONE, retain_s=0.0)
+    b.down(ONE)
+    if fenced:
+        b.fence()
+    assert words(b.up(ONE)) == ["Failed"], "decode answers with what it has sent before"
+    b.hear(Committed(transfer()))
+    b.hear(Gone(transfer()))
+    b.fence()
+    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, ONE)
+    assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_lost_commit_is_not_taken_after_the_placer_s_word_or_before_everything_was_sent(sent: bool) -> None:
+    b = (all_sent if sent else writing)(decode=ONE, retain_s=0.0)
+    b.down(ONE)
+    b.up(ONE)
+    if sent:
+        b.tell(PLACED_AGAIN)
+    b.hear(Committed(transfer()))
+    assert not b.phase().terminal
+
+
 @pytest.mark.parametrize("first", ["destination", "commit"])
 def test_a_commit_that_comes_before_the_placer_s_word_ends_the_next_attempt_so_that_it_is_repeated(
     first: str,

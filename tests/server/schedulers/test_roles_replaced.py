@@ -209,11 +209,28 @@ def test_a_half_whose_commit_is_in_doubt_goes_on_with_the_next_decode(lost: type
     wanted = ask(pair, "first", prompt)
     until_computed(pair, 18)
     pair.pump()
-    decode_dies(pair)
-    ask_decode(pair, prompt)
+    pair.lose = lambda _effect: False
+    pair.part()
+    pair.run()
+    pair.decode.scheduler.cache.tree.clear()
+    ask_decode(pair, prompt)  # before decode could say that it has committed
+    pair.join()
     pair.run()
     assert pair.tokens("first~1") == wanted
     assert pair.prefill.engine.computed_tokens == 18
+    pair.assert_at_rest()
+
+
+def test_a_commit_that_the_session_has_lost_ends_prefill_s_half_with_the_next_session() -> None:
+    """Decode goes on, and the frontend has no reason to say anything to prefill."""
+    pair, prompt = Pair(), list(range(18))
+    pair.lose = hold(Committed)
+    wanted = ask(pair, "first", prompt)
+    pair.run()
+    assert pair.tokens("first") == wanted
+    assert pair.prefill.scheduler.sizes()["requests"] == 1
+    decode_dies(pair)
+    assert not pair.errors("first")
     pair.assert_at_rest()
 
 

@@ -173,6 +173,8 @@ class Room:
     permits: set[tuple[int, int, LeaderId]] = field(default_factory=set)
     #: the attempt that a waiting destination replaces, and that may have committed
     doubt: TransferId | None = None
+    #: the newest binding, if it has failed: its decode may have committed, and lost the word with the session
+    failed: TransferId | None = None
     ending: bool = False
 
     @property
@@ -380,6 +382,8 @@ class Rooms:
         """The room is for the attempt `event.by`. Nobody takes what an earlier one may have committed."""
         room.expected = dataclasses.replace(room.opened, decode=event.decode, attempt=event.by)
         room.doubt = None
+        if room.failed is not None and room.failed.attempt < event.by:
+            room.failed = None
         machine = room.machine
         if machine is None:
             self._bind_waiting(room)
@@ -452,6 +456,8 @@ class Rooms:
         """Whether `message` is the end of an attempt that another one is to replace. False if a machine must
         handle it, too."""
         room = self.rooms.get(message.transfer.sent_as)
+        if room is not None and isinstance(message, Committed) and self._commits_late(room, message):
+            return True
         if room is None or room.doubt != message.transfer:
             return False
         if isinstance(message, (Failed, Abort, Gone)):
@@ -463,6 +469,16 @@ class Rooms:
             self._committed(room, HandoffPhase(message.transfer, KVPoll.SUCCESS))
             return True
         return False
+
+    def _commits_late(self, room: Room, message: Committed) -> bool:
+        """Whether the decode of the newest binding had committed before our half failed: then nobody else
+        comes, and the room has succeeded."""
+        if room.state is not _S.EXPECTED or room.failed != message.transfer or room.success is not None:
+            return False
+        if room.sent < room.opened.prompt_tokens or room.metadata is None:
+            return False
+        self._committed(room, HandoffPhase(message.transfer, KVPoll.SUCCESS))
+        return True
 
     def _destination_of(self, room: Room | None, peer: LeaderId, message: Destination) -> None:
         ended = self._tombstones.ended.get(message.transfer)
@@ -673,7 +689,7 @@ class Rooms:
         machine = self._accepted(room, peer, message)
         if machine is None:
             return
-        room.state, room.machine, room.bound_to = _S.BOUND, machine, peer
+        room.state, room.machine, room.bound_to, room.failed = _S.BOUND, machine, peer, None
         room.holding.add(machine.transfer)
         self._host.add(machine, room)
         self._replay(room, machine)
@@ -826,7 +842,9 @@ class Rooms:
         if room.ending or over or spent or not (retained or replaced or room.doubt):
             self._close(room, error, tell=False)
             return
-        room.state = _S.EXPECTED
+        room.state, room.failed = _S.EXPECTED, transfer
+        if room.opened.attempt > transfer.attempt:
+            room.failed = None  # the placer takes nothing of it
         if room.doubt is None:
             self._bind_waiting(room)
 

@@ -182,6 +182,8 @@ class RoomChecks:
         closed_at = None if before is None else before.closed_at
         was_closed = closed_at is not None and self._remembers(node, closed_at)
         live = before.live if before is not None else None
+        if isinstance(message, Committed) and before is not None:
+            self._commits_late(node, message.transfer, before)
         for effect in effects:
             self._look(node, event, effect)
         if message is not None:
@@ -192,6 +194,22 @@ class RoomChecks:
             self._opened(node, event, before)
         if before is not None and before.closed_at is not None and closed_at is None and before.machines:
             self._count(10, "closed before its proof")
+
+    def _commits_late(self, node: KVView, transfer: TransferId, ledger: Ledger) -> None:
+        """4: a commit counts after its binding has failed, if decode has really committed and the placer has
+        not given the room to another attempt."""
+        room = node.exchange.rooms.rooms.get(transfer.sent_as)
+        success = None if room is None else room.success
+        if success is None or success.transfer != transfer or ledger.live == transfer:
+            return
+        if transfer.attempt < ledger.expected.attempt:
+            raise self._broken(4, node, f"{transfer} is taken, and was replaced", transfer.room)
+        if transfer not in self._committed.get((node.me, transfer.sent_as), ()):
+            raise self._broken(4, node, f"{transfer} is taken, and has not committed", transfer.room)
+        if not ledger.commits:
+            ledger.commits += 1
+            if ledger.doubt != transfer:  # else it is counted after its effects
+                self._count(4, "committed first")
 
     def _expected(self, node: KVView, event: events.ExpectRoom) -> Ledger:
         """6: not while the last room of this key is remembered."""
