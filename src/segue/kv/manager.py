@@ -230,7 +230,7 @@ class KVManager(Handles):
 
     def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
         if self._lost is not None and isinstance(event, events.ExpectRoom | events.OpenReceiver):
-            return events.refusal(event, self._lost.info)
+            return events.refusal(event, self._lost.info, held=self.exchange.holds(event.key))
         try:
             return self.exchange.handle(event, now)
         except SegueError as error:
@@ -302,8 +302,10 @@ class KVManager(Handles):
 
     def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
         """End the hand-off of an event that the protocol refused, and no other one."""
+        if isinstance(event, events.ExpectRoom | events.OpenReceiver):
+            return events.refusal(event, error.info, held=self.exchange.holds(event.key))
         if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
-            return events.refusal(event, error.info)
+            raise error
         phase = self.exchange.phase_of(event.key)
         if phase is None or phase.terminal:
             # After a long pause not even the tombstone is left, and the engine could not know yet.

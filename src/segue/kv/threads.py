@@ -22,7 +22,7 @@ def threads_on(cpus: Iterable[int]) -> Iterator[None]:
     engine binds its threads to cores that its forward needs; a thread inherits that otherwise. The calling
     thread itself runs there meanwhile.
 
-    Raises ConfigError for CPUs that this process may not use."""
+    Raises ConfigError if this process may use none of these CPUs; those that it may not use are left out."""
     own, wanted = os.sched_getaffinity(0), set(cpus)
     try:
         os.sched_setaffinity(0, wanted)

@@ -377,6 +377,60 @@ def test_what_waits_for_an_agent_that_does_not_read_is_bounded() -> None:
         wait_until(lambda: receiver.poll() is KVPoll.FAILED)
 
 
+def test_a_hand_off_that_finds_that_the_agent_does_not_read_fails_with_the_others() -> None:
+    limits = Limits(max_session_backlog_bytes=2**16, peer_silence_s=DEADLINE_S)
+    with ExitStack() as stack:
+        side, _ = start(stack, Role.PREFILL, "tcp", limits=limits)
+        os.kill(side.manager.pid, signal.SIGSTOP)
+        senders = [side.manager.expect(RoomKey(new_room()), 8, 2 * DEADLINE_S) for _ in range(8000)]
+        assert "does not read" in str(side.lost.get(timeout=DEADLINE_S))
+        wait_until(lambda: all(sender.released for sender in senders))
+        assert {sender.poll() for sender in senders} == {KVPoll.FAILED}
+
+
+def test_the_end_of_the_link_is_no_proof_that_the_agent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that stands still hears nothing of it, and could go on to write."""
+    kept: list[socket.socket] = []
+    pair = socket.socketpair
+
+    def socketpair(*arguments: Any) -> Any:
+        ours, theirs = pair(*arguments)
+        kept.append(ours.dup())
+        return ours, theirs
+
+    with ExitStack() as stack:
+        prefill, address = start(stack, Role.PREFILL, "tcp")
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_agent.socket, "socketpair", socketpair)
+            decode, _ = start(stack, Role.DECODE, "tcp")
+        decode.manager.add_peer(prefill.me, *address)
+        _, receiver, _ready = published(prefill, decode)
+        os.kill(decode.manager.pid, signal.SIGSTOP)
+        for end in kept:
+            with end:
+                end.shutdown(socket.SHUT_RDWR)
+        assert decode.next(events.Release).key == receiver.key
+        assert gone(decode.manager.pid)
+        assert isinstance(decode.lost.get(timeout=DEADLINE_S), PeerLost)
+
+
+def test_pages_come_back_also_to_an_engine_that_raises_when_it_hears_of_the_loss() -> None:
+    side = AgentSide(Role.PREFILL, "tcp")
+
+    def raises(_: SegueError) -> None:
+        raise LookupError("the engine's own")
+
+    side.manager = KVAgent(side.manager.config, side.memory, side.changes.put, on_rank_lost=raises)
+    try:
+        side.manager.start()
+        sender = side.manager.expect(RoomKey(new_room()), 8, DEADLINE_S)
+        side.manager.sizes()
+        os.kill(side.manager.pid, signal.SIGKILL)
+        assert side.next(events.Release).key == sender.key
+    finally:
+        side.close()
+
+
 def test_signals_of_the_terminal_and_of_a_supervisor_are_the_engines() -> None:
     with agents("shm") as (prefill, decode):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -407,6 +461,41 @@ def test_an_argument_of_a_wrong_type_or_size_ends_its_own_hand_off(call: str) ->
         wrong.clear()
         assert_handed_over(prefill, decode, 33, 10)
         assert side.lost.empty()
+
+
+@pytest.mark.parametrize("plain", [None, *map(Role, ("prefill", "decode"))])
+def test_an_engine_that_raises_on_a_change_ends_that_hand_off_alone(plain: Role | None) -> None:
+    def taken(change: Change) -> None:
+        if change.key == broken and isinstance(change, events.Phase) and not change.phase.terminal:
+            raise LookupError("the engine's own")
+        decode.changes.put(change)
+
+    broken: RoomKey | None = None
+    with agents("tcp", plain) as (prefill, decode):
+        decode.manager._on_change = taken
+        other = begin(prefill, decode, TOKENS)
+        decode.wait(other[2], KVPoll.WAITING_FOR_INPUT)
+        broken = RoomKey(new_room())
+        receiver = decode.manager.receive(broken, prefill.me, TOKENS, DEADLINE_S)
+        wait_until(lambda: receiver.released)
+        assert receiver.error.code is ErrorCode.INTERNAL
+        assert "LookupError" in receiver.error.text
+        other[2].publish(range(TOKENS // PAGE))
+        other[1].send(Span(0, TOKENS), range(PAGES), b"")
+        decode.wait(other[2], KVPoll.SUCCESS)
+
+
+@pytest.mark.parametrize("plain", [None, Role.DECODE])
+def test_a_room_that_is_opened_again_gives_no_page_back_before_its_time(plain: Role | None) -> None:
+    with agents("tcp", plain) as (prefill, decode):
+        _, receiver, _ready = published(prefill, decode)
+        os.kill(prefill.manager.pid, signal.SIGSTOP)
+        receiver.clear()
+        again = decode.manager.receive(receiver.key, prefill.me, TOKENS, DEADLINE_S)
+        wait_until(lambda: again.error is not None and again.released)
+        told = [decode.changes.get() for _ in range(decode.changes.qsize())]
+        assert [one for one in told if isinstance(one, events.Release)] == [told[-1]], told
+        os.kill(prefill.manager.pid, signal.SIGCONT)
 
 
 def test_a_room_whose_pages_are_not_back_is_refused() -> None:
@@ -442,6 +531,40 @@ def test_an_agent_that_stands_still_when_it_is_closed_is_killed(monkeypatch: pyt
     before = children()
     side, _ = start_alone(Role.PREFILL, limits=Limits(connect_s=0.5))
     os.kill(side.manager.pid, signal.SIGSTOP)
+    side.close()
+    assert children() == before
+
+
+def test_who_closes_second_waits_for_the_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool may be freed when any call has returned."""
+    monkeypatch.setattr(kv_agent, "END_S", 1.0)
+    side, _ = start_alone(Role.PREFILL, limits=Limits(connect_s=0.5))
+    pid = side.manager.pid
+    os.kill(pid, signal.SIGSTOP)
+    first = threading.Thread(target=side.manager.close)
+    first.start()
+    time.sleep(0.2)
+    side.close()
+    assert gone(pid)
+    first.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1])
+def test_a_close_ends_a_start_that_goes_on(after_s: float) -> None:
+    before = children()
+    side = AgentSide(Role.DECODE, "tcp")
+    said: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def begins() -> None:
+        try:
+            said.put(side.manager.start())
+        except SegueError as error:
+            said.put(error)
+
+    threading.Thread(target=begins, daemon=True).start()
+    time.sleep(after_s)
+    side.manager.close()
+    assert isinstance(said.get(timeout=DEADLINE_S / 4), PeerLost | tuple)
     side.close()
     assert children() == before
 

@@ -3,7 +3,7 @@
 A hand-off's threads and the engine's share one interpreter otherwise, and wait for each other's turn.
 
 The pool is the engine's, a memfd that the agent maps. So it outlives an agent that dies, and the rules for
-its pages are those of `kv.protocol.machine`: the end of the link proves that the agent reads, hashes and
+its pages are those of `kv.protocol.machine`: the end of the process proves that the agent reads, hashes and
 writes no more. It proves nothing about a peer that writes by itself into published pages (`shm`): no later
 agent can ask that peer for a proof, and such pages stay in quarantine.
 """
@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ from segue.kv.peers import PathSpeed
 from segue.kv.process_link import ProcessLink
 from segue.kv.protocol import events
 from segue.kv.ready import ReadyEvent
+from segue.kv.session.tasks import typed
+from segue.kv.threads import start_thread
 from segue.kv.transport.kinds import KINDS
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 
@@ -106,6 +109,8 @@ class KVAgent(Handles):
         self._counts: dict[int, asyncio.Future[wire.CountAnswer]] = {}
         self._lost: SegueError | None = None
         self._closed = False
+        #: held while the process is made, and while it ends: who closes second waits for the end, too
+        self._life = threading.RLock()
 
     # ---- life --------------------------------------------------------------------------------
 
@@ -113,8 +118,8 @@ class KVAgent(Handles):
         """Start the process and its manager; returns the `(host, port)` at which peers open sessions. Call
         once, before all other calls.
 
-        Raises what a manager's constructor and `start` do, PeerLost if the process ends, and BootstrapTimeout
-        after 60 s; the agent is closed then.
+        Raises what a manager's constructor and `start` do, PeerLost if the process ends or this agent is
+        closed meanwhile, and BootstrapTimeout after 60 s; the agent is closed then.
         """
         try:
             return self._start()
@@ -123,6 +128,18 @@ class KVAgent(Handles):
             raise
 
     def _start(self) -> tuple[str, int]:
+        with self._life:
+            if self._closed:
+                raise _closed()
+            link = self._start_process()
+        try:
+            address = self.io.wait(self._started, START_S)
+        except TimeoutError:
+            raise BootstrapTimeout(f"the agent was not ready within {START_S:g} s") from None
+        self.io.post(partial(link.attach, self._received, self._ended, ping=True))
+        return address
+
+    def _start_process(self) -> ProcessLink:
         config = self.config
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "segue.kv.agent.agent_process", str(theirs.fileno())]
@@ -147,12 +164,7 @@ class KVAgent(Handles):
         plain = replace(config, tls=None, messages=None)
         self.io.post(link.attach, self._received, self._ended)
         link.post(wire.SetUpCommand(plain, tls, self._files, os.getpid(), level))
-        try:
-            address = self.io.wait(self._started, START_S)
-        except TimeoutError:
-            raise BootstrapTimeout(f"the agent was not ready within {START_S:g} s") from None
-        self.io.post(partial(link.attach, self._received, self._ended, ping=True))
-        return address
+        return link
 
     def close(self) -> None:
         """End the process, and wait for that. Open hand-offs fail on the peer's side; on this side nothing is
@@ -160,19 +172,25 @@ class KVAgent(Handles):
 
         Idempotent; call it from outside the agent's thread. Free the pool's memory only after it returns.
         """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            if self._link is not None:
-                self.io.post(self._link.detach)
-                self._link.post(wire.CloseCommand())
-            if self._process is not None:
-                self._end(self._process)
-            if self._link is not None:  # not before: what the agent still says would meet a closed link
-                self._link.close()
-        finally:
-            self.io.stop()
+        with self._life:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                if self._link is not None:
+                    self.io.post(self._part, self._link)
+                    self._link.post(wire.CloseCommand())
+                if self._process is not None:
+                    self._end(self._process)
+                if self._link is not None:  # not before: what the agent still says would meet a closed link
+                    self._link.close()
+            finally:
+                self.io.stop()
+
+    def _part(self, link: ProcessLink) -> None:
+        link.detach()
+        if not self._started.done():
+            self._started.set_exception(_closed())
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         if self._started.done() and self._started.exception() is None:
@@ -222,7 +240,7 @@ class KVAgent(Handles):
 
     def _counted(self) -> wire.CountAnswer:
         if self._closed:
-            raise PeerLost("the agent is closed")
+            raise _closed()
         within_s = self.config.limits.connect_s
         try:
             return self.io.call(self._count(), within_s)
@@ -256,17 +274,20 @@ class KVAgent(Handles):
     def _handle(self, event: events.Event) -> None:
         assert self._link is not None
         assert isinstance(event, events.RoomEvent)
-        error: SegueError | None = None
         if isinstance(event, events.ExpectRoom | events.OpenReceiver):
-            if (error := self._refused(event)) is None:
+            error = self._refused(event)
+            if error is None:
                 try:
-                    self._link.send_frame(wire.frame_of(event))
-                    self._halves[event.key] = _OpenHalf()
+                    frame = wire.frame_of(event)
                 except SegueError as exc:
                     error = exc
             if error is not None:
-                self._tell(events.Phase(event.key, KVPoll.FAILED, error=error.info))
-                self._tell(events.Release(event.key))
+                self._report(events.Phase(event.key, KVPoll.FAILED, error=error.info))
+                if event.key not in self._halves:  # else the pages that are out are still to come back
+                    self._report(events.Release(event.key))
+                return
+            self._halves[event.key] = _OpenHalf()  # before it is sent: that may find that the agent is lost
+            self._link.send_frame(frame)
             return
         if isinstance(event, events.Publish) and (half := self._halves.get(event.key)) is not None:
             half.published = max(1, len(event.pages))
@@ -299,9 +320,19 @@ class KVAgent(Handles):
                 half.quarantined = True
             case events.Release():
                 self._halves.pop(change.key, None)
+        self._report(change)
+
+    def _report(self, change: events.Change) -> None:
         self.apply(change)
-        if self._on_change is not None:
+        if self._on_change is None:
+            return
+        try:
             self._on_change(change)
+        except Exception as exc:  # as in a manager: it ends this hand-off, and no other one
+            error = typed(exc, f"telling the engine of {type(change).__name__}")
+            log.warning("%s was not taken: %s", type(change).__name__, error)
+            assert self._link is not None
+            self._link.send(wire.EndCommand(events.EndRoom(change.key, error.info)))
 
     def _received(self, answer: wire.AgentAnswer) -> None:
         match answer:
@@ -319,26 +350,38 @@ class KVAgent(Handles):
                 self._started.set_exception(error.exception())
 
     def _ended(self, reason: SegueError, over: bool) -> None:
-        """Nothing is heard of the agent any more; `over`: its process has ended, or is about to, and does
-        nothing more for the pool."""
+        """Nothing is heard of the agent any more; `over`: its process has ended, or is about to."""
         if not self._started.done():
             self._started.set_exception(reason.info.exception())
-        if self._started.exception() is not None:
-            return  # `start` raises it
-        if self._lost is None:
-            self._lost = reason
-            for waiting in self._counts.values():
-                if not waiting.done():
-                    waiting.set_exception(reason.info.exception())
-            for key, half in list(self._halves.items()):
-                self._fail(key, half, reason, over)
-            if not over and self._process is not None:
-                self._process.kill()  # it can serve nobody any more, and its end is a proof
-            log.error("the agent is lost: %s", reason)
-            self._on_rank_lost(reason)
-        if over:
-            for key in [key for key, half in self._halves.items() if not self._unproven(half)]:
-                self._tell(events.Release(key))
+        if self._started.exception() is not None or self._lost is not None:
+            return  # `start` raises it, or it is known
+        self._lost = reason
+        log.error("the agent is lost: %s", reason)
+        for waiting in self._counts.values():
+            if not waiting.done():
+                waiting.set_exception(reason.info.exception())
+        for key, half in list(self._halves.items()):
+            self._fail(key, half, reason, over)
+        # The end of the link is no proof: this end may have broken it. That of the process is.
+        assert self._process is not None
+        self._process.kill()
+        start_thread("segue-agent-end", partial(self._prove_end, self._process))
+        self._on_rank_lost(reason)
+
+    def _prove_end(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            log.error("the agent (process %d) does not end: its pages stay out of use", process.pid)
+        else:
+            self.io.post(self._release_proven)
+
+    def _release_proven(self) -> None:
+        """The agent's process has ended: it does nothing more for the pool."""
+        if self._closed:
+            return
+        for key in [key for key, half in self._halves.items() if not self._unproven(half)]:
+            self._tell(events.Release(key))
 
     def _fail(self, key: RoomKey, half: _OpenHalf, reason: SegueError, over: bool) -> None:
         if half.ended is None:
@@ -351,6 +394,10 @@ class KVAgent(Handles):
     def _unproven(self, half: _OpenHalf) -> bool:
         """Whether a peer may still write into its pages after the agent's end."""
         return half.published > 0 and half.ended is not KVPoll.SUCCESS and self._peers_write
+
+
+def _closed() -> PeerLost:
+    return PeerLost("the agent is closed")
 
 
 def _pool_files(pool: Memory) -> list[wire.PoolFile]:

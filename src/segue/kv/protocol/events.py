@@ -506,10 +506,9 @@ class Turn:
         self.effects.append(effect)
 
 
-def refusal(event: Event, error: ErrorInfo) -> list[Effect]:
+def refusal(event: ExpectRoom | OpenReceiver, error: ErrorInfo, *, held: bool) -> list[Effect]:
     """The effects of an `event` that `Exchange.handle` refused: a half that was not opened has failed.
     Handles get it like any other end; without it their engine would wait for a hand-off that does not exist.
-    Raises `error` again for every other event: only opening can be refused."""
-    if not isinstance(event, ExpectRoom | OpenReceiver):
-        raise error.exception()
-    return [Phase(event.key, KVPoll.FAILED, error=error), Release(event.key)]
+    If pages are `held` under its key, their own `Release` is still to come, and is the only one."""
+    failed = Phase(event.key, KVPoll.FAILED, error=error)
+    return [failed] if held else [failed, Release(event.key)]

@@ -207,6 +207,11 @@ class Exchange:
             return None if room.expected is None else room.phase
         return None if reception is None else reception.phase
 
+    def holds(self, key: RoomKey) -> bool:
+        """Whether a half `key` is open, or its pages are not back."""
+        room = self.rooms.rooms.get(key)
+        return key in self._receptions.receptions or (room is not None and room.out)
+
     def peers(self) -> set[LeaderId]:
         """The peers of all hand-offs that are not over."""
         return {machine.peer for machine in self.machines.values()}

@@ -178,6 +178,11 @@ class Room:
     ending: bool = False
 
     @property
+    def out(self) -> bool:
+        """The engine's half is open, or somebody may still read its pages."""
+        return self.state not in (_S.PARKED, _S.CLOSED) or bool(self.holding)
+
+    @property
     def opened(self) -> ExpectRoom:
         """The engine's request."""
         if self.expected is None:
