@@ -83,18 +83,25 @@ def test_a_rank_without_the_secret_or_in_place_of_the_first_is_not_named() -> No
     asyncio.run(scenario_of_a_stranger())
 
 
-async def scenario_of_garbage() -> None:
-    async with served(address(1001)) as port:
+async def scenario_of_garbage(line: str) -> None:
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context))
+    async with served(address(1001), SECRET) as port:
         reader, writer = await asyncio.open_connection(HOST, port)
-        writer.write(b"POST /rank HTTP/1.1\r\n\r\n" + b'{"rank": "x"}\n')
+        writer.write(b"POST /rank HTTP/1.1\r\n\r\n" + line.encode() + b"\n")
         async with asyncio.timeout(WITHIN_S):
             assert await reader.read() == b""
         writer.close()
         assert set(await ranks_of(port)) == {"0"}
+    assert not errors
 
 
-def test_a_rank_that_says_something_else_is_cut_off() -> None:
-    asyncio.run(scenario_of_garbage())
+@pytest.mark.parametrize(
+    "line",
+    ['{"rank": "x"}', '{"rank": 1, "entry": {"engine_id": "e", "worker_addr": {}}, "signature": "\u00e9"}'],
+)
+def test_a_rank_that_says_something_else_is_cut_off(line: str) -> None:
+    asyncio.run(scenario_of_garbage(line))
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -124,7 +124,8 @@ async def serve_query(host: str, port: int, ranks: RankDirectory, secret: bytes 
         except msgspec.MsgspecError:
             return None
         if secret:
-            allowed = hmac.compare_digest(found.signature, _signed(found.rank, found.entry, secret))
+            signed = _signed(found.rank, found.entry, secret)
+            allowed = hmac.compare_digest(found.signature.encode(), signed.encode())
         else:
             allowed = ipaddress.ip_address(writer.get_extra_info("peername")[0]).is_loopback
         return ranks.announced(found) if allowed and found.rank > 0 else None
