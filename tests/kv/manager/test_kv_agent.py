@@ -549,6 +549,23 @@ def test_who_closes_second_waits_for_the_end_too(monkeypatch: pytest.MonkeyPatch
     first.join(DEADLINE_S)
 
 
+def test_calls_during_the_start_are_refused() -> None:
+    """The agent would not hear them, and the hand-off would have no end."""
+    side = AgentSide(Role.DECODE, "tcp")
+    starting = threading.Thread(target=side.manager.start)
+    starting.start()
+    try:
+        wait_until(lambda: side.manager.pid)
+        with pytest.raises(InvalidRequest, match="start the agent"):
+            side.manager.add_peer(LeaderId(new_incarnation()), "127.0.0.1", 1)
+        with pytest.raises(InvalidRequest, match="start the agent"):
+            side.manager.receive(RoomKey(new_room()), LeaderId(new_incarnation()), 8, DEADLINE_S)
+        starting.join(DEADLINE_S)
+        side.manager.add_peer(LeaderId(new_incarnation()), "127.0.0.1", 1)
+    finally:
+        side.close()
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1])
 def test_a_close_ends_a_start_that_goes_on(after_s: float) -> None:
     before = children()

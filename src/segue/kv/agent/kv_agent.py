@@ -50,7 +50,6 @@ END_S = 10.0
 #: Variables of the engine's that the agent does not get: libraries that are loaded into every process (vLLM
 #: preloads an allocator and an OpenMP).
 NOT_PASSED_ON = ("LD_PRELOAD",)
-_NOT_STARTED = "start the agent before its other calls"
 
 
 @dataclass(slots=True)
@@ -213,9 +212,8 @@ class KVAgent(Handles):
     # ---- the engine's side -------------------------------------------------------------------
 
     def post(self, *batch: events.Event) -> None:
-        """See `Handles.post`. Raises InvalidRequest before `start`."""
-        if self._link is None:
-            raise InvalidRequest(_NOT_STARTED)
+        """See `Handles.post`. Raises InvalidRequest before `start` has returned."""
+        self._check_started()
         self.io.post(self._handle_all, batch)
 
     def add_peer(self, leader: LeaderId, host: str, port: int) -> None:
@@ -260,9 +258,14 @@ class KVAgent(Handles):
             del self._counts[number]
 
     def _say(self, command: wire.AgentCommand) -> None:
-        if self._link is None:
-            raise InvalidRequest(_NOT_STARTED)
+        self._check_started()
+        assert self._link is not None
         self._link.post(command)
+
+    def _check_started(self) -> None:
+        # Nor during `start`: the agent does not hear what comes before it serves.
+        if not self._started.done():
+            raise InvalidRequest("start the agent before its other calls")
 
     # ---- on the link's thread ----------------------------------------------------------------
 
