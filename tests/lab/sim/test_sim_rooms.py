@@ -56,7 +56,9 @@ class Bench:
         state = SimState(load(0), records=False)
         here = {"me": ME, "name": "prefill", "limits": Limits(), "jumped_at": -1.0}
         links = {ONE: None, TWO: None}
-        self.node: Any = SimpleNamespace(**here, exchange=SimpleNamespace(links=links))
+        self.node: Any = SimpleNamespace(
+            **here, exchange=SimpleNamespace(links=links, rooms=SimpleNamespace(rooms={}))
+        )
         self.decodes: Any = {me: SimpleNamespace(me=me, name="decode", alive=True) for me in (ONE, TWO)}
         state.by_leader.update(self.decodes)
         self.checks = RoomChecks(state, {})

@@ -240,7 +240,7 @@ class Checks:
             until_s = 0.85 * self.state.timing.silence_s
             if half is not None and (
                 half.ended_at is None
-                or (self.world.now < half.ended_at + until_s and node.jumped_at <= half.ended_at)
+                or (self.world.now < half.ended_at + until_s and node.jumped_at < half.ended_at)
             ):
                 raise Violation("1", f"a second half of {effect.transfer} on {node.name}", room)
             half = self._begin(key, node)

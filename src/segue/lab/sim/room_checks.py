@@ -223,7 +223,7 @@ class RoomChecks:
 
     def _remembers(self, node: KVView, since: float) -> bool:
         """Whether a tombstone that was made `since` must still be there."""
-        return self._world.now < since + 0.85 * self._state.timing.silence_s and node.jumped_at <= since
+        return self._world.now < since + 0.85 * self._state.timing.silence_s and node.jumped_at < since
 
     def _comes(self, node: KVView, message: Destination) -> None:
         transfer = message.transfer
