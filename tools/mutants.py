@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         "park after close",
         "kv/protocol/rooms.py",
-        "            self._refuse(peer, message.transfer, room.error or self._over(room))\n",
+        "            self._refuse(peer, message.transfer, room.error or self._taken(room, message))\n",
         "            self._early(room, peer, message)\n",
         "a destination waits for a room that is over",
     ),

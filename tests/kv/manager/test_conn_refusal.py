@@ -71,9 +71,3 @@ def test_a_budget_without_an_end_is_refused(role: Role, budget_s: float) -> None
     finally:
         manager.close()
         memory.close()
-
-
-def test_only_opening_can_be_refused() -> None:
-    transfer = TransferId(5, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)))
-    with pytest.raises(Internal, match="a bug"):
-        events.refusal(events.AbortTransfer(transfer, Internal("x").info), Internal("a bug").info)
