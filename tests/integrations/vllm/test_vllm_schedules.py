@@ -18,7 +18,7 @@ import pytest
 import torch
 from vllm_bench import TO_PREFILL, request
 from vllm_model import ModelEngine
-from vllm_pair import Pair, TensorWorker, expected, held_by, make_engine, run_step
+from vllm_pair import Pair, TensorWorker, expected, held_by, landed, make_engine, run_step
 from vllm_process import Remote
 
 from ports import HeldPort
@@ -30,9 +30,9 @@ from segue.kv.layout.content import Content, checksum
 from segue.kv.ranks import checksums
 
 TOKENS = 30
-#: Tokens that prefill has computed, and decode has got in the concurrent flow, when a fault comes.
+#: Tokens that decode has got when a fault comes; in the concurrent flow prefill has computed no more.
 COMPUTED = 12
-ROOM_S = 2.0
+ROOM_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -284,12 +284,12 @@ class FromRemote:
         codes(self.decode)
 
     def begin(self, name: str) -> None:
-        """A hand-off of which decode waits for the rest, over a session that is open."""
+        """A hand-off of which decode has a part, over a session that is open; the rest does not come."""
         self.loads("first")
+        self.prefill.ask(sends_only=COMPUTED)
         params = self.params(name)
         self.decode.add(request(f"d{name}", TOKENS, params))
-        for _ in range(20):
-            run_step(self.decode)
+        self.until(lambda: landed(self.decode, f"d{name}") == COMPUTED)
 
     def rests(self) -> None:
         at_rest(self.decode, self.until)
@@ -313,7 +313,7 @@ def until(engine: ModelEngine, condition: Callable[[], object], within_s: float 
 @pytest.mark.slow
 @every_case
 def test_prefill_is_killed(stack: ExitStack, case: Case, port: int) -> None:
-    from_remote = FromRemote(stack, case, port)
+    from_remote = FromRemote(stack, case, port, room_s=20.0)
     from_remote.begin("1")
     from_remote.prefill.signal(signal.SIGKILL)
     from_remote.until(lambda: "d1" in from_remote.decode.ends)
@@ -345,7 +345,7 @@ def test_prefill_is_stopped(stack: ExitStack, case: Case, port: int) -> None:
     from_remote.prefill.signal(signal.SIGCONT if goes_on else signal.SIGKILL)
     from_remote.serves_alone()
     if goes_on:
-        from_remote.prefill.ask(run=True)
+        from_remote.prefill.ask(run=True, sends_only=0)
         from_remote.prefill.until(lambda found: found["free"] and not found["held"])
         from_remote.loads("2")
 
@@ -393,8 +393,11 @@ def test_decode_is_killed(stack: ExitStack, case: Case, port: int) -> None:
     first, second = (
         Remote(stack, Role.DECODE, case.policy, case.shared, **case.settings()) for _ in range(2)
     )
+    worker.sends_only = COMPUTED
     hand_over(first, "1")
+    first.until(lambda found: found["landed"]["d1"] == COMPUTED)
     first.signal(signal.SIGKILL)
+    worker.sends_only = 0
     until(prefill, lambda: "p1" in prefill.ends)
     assert prefill.ends["p1"] is RequestEnd.LENGTH
     hand_over(second, "2")

@@ -16,7 +16,7 @@ from vllm_model import BLOCK, ModelEngine, ModelPool, ModelWorker, Step
 
 from segue.integrations.vllm.vllm_decode_table import DecodeTable
 from segue.integrations.vllm.vllm_memory import CacheFacts, cache_pool
-from segue.integrations.vllm.vllm_orders import decode_orders
+from segue.integrations.vllm.vllm_orders import Order, SendOrder, decode_orders
 from segue.integrations.vllm.vllm_params import PeerAddress
 from segue.integrations.vllm.vllm_prefill_table import PrefillTable
 from segue.integrations.vllm.vllm_rank import RankSide, WorkerPlace, lead
@@ -80,10 +80,13 @@ class TensorWorker(ModelWorker):
         self.forward_s = 0.0
         #: the next forwards do not end
         self.forward_ends = True
+        #: only so many tokens of a prompt leave that is computed when it is sent; 0: all
+        self.sends_only = 0
 
     def run(self, step: Step) -> None:
+        orders = [self._shortened(order) for order in decode_orders(step.orders)]
         for side in self.sides:
-            side.begin_step(decode_orders(step.orders))
+            side.begin_step(orders)
         if step.chunks:
             time.sleep(self.forward_s)
         for request, start, end, _, blocks in step.chunks:
@@ -98,6 +101,12 @@ class TensorWorker(ModelWorker):
         if self.forward_ends:
             for side in self.sides:
                 side.end_forward()
+
+    def _shortened(self, order: Order) -> Order:
+        if not (self.sends_only and isinstance(order, SendOrder) and order.ready):
+            return order
+        blocks = order.blocks[: self.sends_only // BLOCK]
+        return SendOrder(order.handoff, 0, self.sends_only, blocks, last=False, ready=True)
 
     def take(self) -> Any:
         results = self.side.take_results()
@@ -114,6 +123,19 @@ def kv_of(caches: dict[str, torch.Tensor], blocks: Sequence[int], tokens: int) -
         values = both[:, :, 1].reshape(-1, heads, BLOCK, DIM).permute(0, 2, 1, 3)
         layers.append(torch.stack([x.reshape(-1, heads, DIM)[:tokens] for x in (keys, values)]))
     return torch.stack(layers)
+
+
+def landed(engine: ModelEngine, name: str) -> int:
+    """The tokens, from the first one on, whose KV lies where the request `name` has its blocks."""
+    worker = engine.worker
+    assert isinstance(worker, TensorWorker)
+    request = engine.requests[name]
+    if not request.blocks:
+        return 0
+    tokens = request.spec.tokens[: len(request.blocks) * BLOCK]
+    found = torch.cat([kv_of(caches, request.blocks, len(tokens)) for caches in worker.caches], dim=3)
+    same = (found == expected(tokens)).all(dim=4).all(dim=3).all(dim=1).all(dim=0)
+    return int(same.long().cumprod(0).sum())
 
 
 def make_engine(

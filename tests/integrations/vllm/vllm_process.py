@@ -1,8 +1,8 @@
 """One engine (`vllm_pair`) in a process of its own, to be stopped and killed: driven by lines of JSON.
 
 `python vllm_process.py '{"role": …, "policy": …, "shared": …, "settings": {…}}'`. Commands: `{"add": name,
-"tokens": n, "params": …}`, `{"run": bool}`, `{"step": count}`, `{}`. Each is answered with what the engine is
-like; the first line is it, too.
+"tokens": n, "params": …}`, `{"run": bool}`, `{"step": count}`, `{"sends_only": tokens}`, `{}`. Each is
+answered with what the engine is like; the first line is it, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from vllm_bench import request
-from vllm_pair import TensorWorker, expected, held_by, make_engine, run_step
+from vllm_pair import TensorWorker, expected, held_by, landed, make_engine, run_step
 
 from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
 from segue.kv import Role
@@ -113,7 +113,7 @@ def serve(options: dict[str, Any]) -> None:
                 "outcomes": outcomes,
                 "held": held_by(engine),
                 "free": len(engine.pool.free) == len(engine.pool.blocks),
-                "computed": {name: held.computed for name, held in engine.requests.items()},
+                "landed": {name: landed(engine, name) for name in engine.requests},
             }  # fmt: skip
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
@@ -132,6 +132,7 @@ def serve(options: dict[str, Any]) -> None:
                 return
             command = json.loads(line)
             running = command.get("run", running)
+            worker.sends_only = command.get("sends_only", worker.sends_only)
             if "add" in command:
                 prompts[command["add"]] = command["tokens"]
                 engine.add(request(command["add"], command["tokens"], command["params"]))
