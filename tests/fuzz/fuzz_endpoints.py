@@ -37,7 +37,7 @@ from segue.server.frontend.openai_types import (
 from segue.server.frontend.params import ModelCard, Text
 from segue.server.frontend.plan import Planner
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.frontend.tools import HermesParser, LlamaParser, MistralParser
+from segue.server.frontend.tools import parser_for
 from segue.server.registry.backends import BoundedClient
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceList, InstanceRecord, ReplicaRecord, RoomRecord
@@ -286,8 +286,9 @@ def _outputs(outputs: list[Output]) -> str:
 
 def _tools(data: bytes) -> str:
     text = data.decode("utf-8", "replace")
-    for make in (HermesParser, MistralParser, LlamaParser):
-        parser, parts = make(), []
+    for form in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[func_name1(", "<|tool_call_start|>"):
+        parser, parts = parser_for(form), []
+        assert parser is not None
         for at in range(0, len(text), 7):
             parts += parser.feed(text[at : at + 7])
         parts += parser.finish()

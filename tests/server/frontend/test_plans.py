@@ -31,8 +31,8 @@ from segue.server.frontend.params import (
 )
 from segue.server.frontend.plan import Plan, Planner
 from segue.server.frontend.problems import BadParam
+from segue.server.frontend.reply_parts import ReplyParser, ToolCall
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.frontend.tools import FirstCall, LlamaParser, MistralParser, ToolParser, parser_for
 
 VOCAB = 2000
 CARD = ModelCard("tiny", 1000, VOCAB)
@@ -424,8 +424,10 @@ def test_what_a_client_says_of_the_template_reaches_it(tokenizer: ModelTokenizer
 def test_a_model_with_a_template_of_its_own_for_tools_is_parsed_by_that_one() -> None:
     hf = make_tokenizer()
     hf.chat_template = {"default": CHATML, "tool_use": "[TOOL_CALLS]" + PLAIN}
-    use = planned(ModelTokenizer(hf), CHAT | {"tools": [tool("f")]}).answer.choices[0].parser
-    assert isinstance(use, MistralParser)
+    parser = planned(ModelTokenizer(hf), CHAT | {"tools": [tool("f")]}).answer.choices[0].parser
+    assert parser is not None
+    parts = [*parser.feed("[TOOL_CALLS]f[ARGS]{}"), *parser.finish()]
+    assert [type(part) for part in parts] == [ToolCall]
 
 
 def test_tools_are_shown_without_nulls_and_the_one_that_is_named_is_forced(tokenizer: ModelTokenizer) -> None:
@@ -457,14 +459,12 @@ def test_marks_of_calls_that_are_special_tokens_are_decoded_and_stop_strings_sta
     tokenizer = ModelTokenizer(make_tokenizer(template=template + PLAIN))
     asked = {"tools": [tool("f")], "parallel_tool_calls": parallel, "stop": "x", "n": 2}
     plan = planned(tokenizer, CHAT | asked)
-    parsers: list[ToolParser] = []
+    parsers: list[ReplyParser] = []
     for choice in plan.answer.choices:
         parser = choice.parser
         assert parser is not None
-        assert isinstance(parser, FirstCall) is not parallel
         parsers.append(parser)
-        special = isinstance(parser_for(template), LlamaParser | MistralParser)
-        assert parser.keep_special is special
+        special = template != "<tool_call>"
         assert text_of(tokenizer, choice.sample, "b[TOOL_CALLS]axc") == (
             "b[TOOL_CALLS]a" if special else "ba"
         )

@@ -16,8 +16,9 @@ from segue.kv.errors import ConfigError, Internal
 from segue.server.frontend.chat import check_messages
 from segue.server.frontend.detokenize import Detokenizer, StopStrings
 from segue.server.frontend.problems import BadParam
+from segue.server.frontend.reply_parts import Part, ReplyParser, ToolCall
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.frontend.tools import ForcedParser, Part, ToolCall, ToolParser, parser_for
+from segue.server.frontend.tools import ForcedParser, parser_for
 
 BYTE_LEVEL = ModelTokenizer(make_tokenizer())
 
@@ -210,7 +211,7 @@ def test_of_two_stop_strings_in_one_piece_the_one_that_was_complete_first_ends_t
     assert watcher.matched == "cd"
 
 
-def parse(parser: ToolParser | None, text: str, step: int) -> list[Part]:
+def parse(parser: ReplyParser | None, text: str, step: int) -> list[Part]:
     assert parser is not None
     parts: list[Part] = []
     for at in range(0, len(text), step):
@@ -237,7 +238,7 @@ LLAMA = CALL.replace("arguments", "parameters")
         (
             "<tool_call>",
             f"I will. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>",
-            ["I will. ", "f", "f"],
+            ["I will. ", "f", "\n", "f"],
         ),
         ("<tool_call>", "a < b <tool", ["a < b <tool"]),
         ("<tool_call>", f"<tool_call>{CALL}", ["f"]),

@@ -43,7 +43,7 @@ def test_a_call_is_streamed_as_deltas(door: Running, backend: FakeBackend) -> No
     backend.text = "Let me see. " + CALL
     chunks = list(client(door).chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, stream=True))
     deltas = [c.choices[0].delta for c in chunks]
-    assert "".join(d.content or "" for d in deltas) == "Let me see. "
+    assert "".join(d.content or "" for d in deltas) == "Let me see."
     calls = [t for d in deltas for t in d.tool_calls or []]
     assert calls[0].function is not None
     assert calls[0].function.name == "weather"

@@ -12,8 +12,8 @@ import msgspec
 
 from segue.kv import FinishReason, TokenLogprob
 from segue.server.frontend.generate import Piece, Sample
+from segue.server.frontend.reply_parts import Part, ReplyParser, Thought, ToolCall
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.frontend.tools import Part, ToolCall, ToolParser
 
 #: JSON has no infinity; this is what OpenAI and vLLM show for a token that could not be.
 _LOWEST = -9999.0
@@ -53,9 +53,15 @@ class Choice:
 
     sample: Sample
     prompt: int = 0
-    parser: ToolParser | None = None
+    parser: ReplyParser | None = None
+    #: the token that ends reasoning, if one does
+    thought_end: int | None = None
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    #: tokens that may turn out to begin reasoning
+    _undecided_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     #: log-probabilities so far as items of JSON lists, by the list's name: encoded once, as they come
     logprobs: defaultdict[str, bytearray] = field(default_factory=lambda: defaultdict(bytearray))
@@ -63,6 +69,37 @@ class Choice:
     stop_reason: str | int | None = None
     begun: bool = False
     offset: int = 0
+
+    def read(self, piece: Piece) -> list[Part]:
+        """The parts that became certain with `piece`. Calls are kept, and tokens of reasoning counted."""
+        parser = self.parser
+        if parser is None:
+            return [piece.text] if piece.text else []
+        before = parser.thinking
+        parts = parser.feed(piece.text)
+        self._count_thoughts(
+            piece.token_ids, parser, thought=before or any(isinstance(p, Thought) for p in parts)
+        )
+        if piece.finish is not None:
+            parts = parts + parser.finish()
+        self.calls += [part for part in parts if isinstance(part, ToolCall)]
+        return parts
+
+    def _count_thoughts(self, ids: list[int], parser: ReplyParser, *, thought: bool) -> None:
+        """Count the tokens of reasoning among `ids`, after whose text `parser` has seen `thought` or not."""
+        if parser.thinking or thought:
+            ended = not parser.thinking and self.thought_end in ids
+            count = ids.index(self.thought_end) + 1 if ended and self.thought_end is not None else len(ids)
+            self.reasoning_tokens += self._undecided_tokens + count
+            self._undecided_tokens = 0
+        else:
+            self._undecided_tokens = self._undecided_tokens + len(ids) if parser.undecided else 0
+
+    @property
+    def ended_by(self) -> FinishReason | None:
+        """Why it ended, as chat answers say it."""
+        called = self.finish is FinishReason.STOP and self.calls
+        return FinishReason.TOOL_CALLS if called else self.finish
 
 
 class Answer(ABC):
@@ -110,7 +147,11 @@ class Answer(ABC):
     def add(self, index: int, piece: Piece) -> None:
         """Remember a piece for `whole`."""
         choice = self.choices[index]
-        choice.texts.append(piece.text)
+        for part in choice.read(piece):
+            if isinstance(part, str):
+                choice.texts.append(part)
+            elif isinstance(part, Thought):
+                choice.thoughts.append(part.text)
         if self.shape.token_ids:
             choice.token_ids += piece.token_ids
         if self.shape.logprobs:
@@ -125,7 +166,11 @@ class Answer(ABC):
         prompt = sum(len(s.request.prompt) for s in prompts.values())
         cached = sum(s.usage.decode_cached + s.usage.prefill_cached for s in prompts.values())
         completion = sum(c.sample.tokens for c in self.choices)
-        return {**_counted(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+        out = {**_counted(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+        if any(c.parser is not None and c.parser.thought_end for c in self.choices):
+            reasoning = sum(c.reasoning_tokens for c in self.choices)
+            out["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return out
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
         shape = self.shape
@@ -220,10 +265,10 @@ class ChatAnswer(TemplatedAnswer):
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
         choice = self.choices[index]
-        deltas = [] if piece.text == "" and choice.parser is None else self._deltas(choice, piece)
-        finish = piece.finish
-        if finish is FinishReason.STOP and choice.calls:
-            finish = FinishReason.TOOL_CALLS
+        known = len(choice.calls)
+        deltas = _deltas(choice.read(piece), known)
+        choice.finish = piece.finish
+        finish = choice.ended_by
         if not deltas:
             if finish is None and choice.begun and not self.shape.logprobs and not self.shape.token_ids:
                 return []
@@ -249,49 +294,22 @@ class ChatAnswer(TemplatedAnswer):
         choice.begun = True
         return out
 
-    def _deltas(self, choice: Choice, piece: Piece) -> list[Json]:
-        if choice.parser is None:
-            return [{"content": piece.text}]
-        parts = choice.parser.feed(piece.text)
-        if piece.finish is not None:
-            parts = parts + choice.parser.finish()
-        out: list[Json] = []
-        for part in parts:
-            if isinstance(part, str):
-                out.append({"content": part})
-                continue
-            i = len(choice.calls)
-            choice.calls.append(part)
-            head = {"index": i, "id": part.id, "type": "function"}
-            out.append({"tool_calls": [{**head, "function": {"name": part.name, "arguments": ""}}]})
-            out.append({"tool_calls": [{"index": i, "function": {"arguments": part.arguments}}]})
-        return out
-
     def whole(self) -> Json:
         return self.complete("chat.completion", [self._choice(i, c) for i, c in enumerate(self.choices)])
 
     def _choice(self, index: int, choice: Choice) -> Json:
-        text = "".join(choice.texts)
-        content: str | None = text
-        message: Json = {"role": "assistant"}
-        finish = choice.finish
-        if choice.parser is not None:
-            parts: list[Part] = [*choice.parser.feed(text), *choice.parser.finish()]
-            calls = [p for p in parts if isinstance(p, ToolCall)]
-            if calls:
-                content = "".join(p for p in parts if isinstance(p, str)).strip() or None
-                message["tool_calls"] = [
-                    {
-                        "id": c.id,
-                        "type": "function",
-                        "function": {"name": c.name, "arguments": c.arguments},
-                    }
-                    for c in calls
-                ]
-                finish = FinishReason.TOOL_CALLS if finish is FinishReason.STOP else finish
-            else:
-                content = "".join(p for p in parts if isinstance(p, str))
-        message["content"] = content
+        content: str | None = "".join(choice.texts)
+        if not content and (choice.calls or choice.thoughts):
+            content = None
+        message: Json = {"role": "assistant", "content": content}
+        if choice.thoughts:
+            message["reasoning_content"] = "".join(choice.thoughts)
+        if choice.calls:
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in choice.calls
+            ]
+        finish = choice.ended_by
         out: Json = {
             "index": index,
             "message": message,
@@ -324,6 +342,22 @@ class ChatAnswer(TemplatedAnswer):
         raw = self.tokenizer.token_bytes(token)
         text = raw.decode("utf-8", "replace")
         return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
+
+
+def _deltas(parts: list[Part], calls: int) -> list[Json]:
+    """The deltas of a stream for `parts`, before which there were so many calls."""
+    out: list[Json] = []
+    for part in parts:
+        if isinstance(part, str):
+            out.append({"content": part})
+        elif isinstance(part, Thought):
+            out.append({"reasoning_content": part.text})
+        else:
+            head = {"index": calls, "id": part.id, "type": "function"}
+            out.append({"tool_calls": [{**head, "function": {"name": part.name, "arguments": ""}}]})
+            out.append({"tool_calls": [{"index": calls, "function": {"arguments": part.arguments}}]})
+            calls += 1
+    return out
 
 
 class CompletionAnswer(TemplatedAnswer):

@@ -410,7 +410,7 @@ class OpenAIServer:
             {"type": "function", "function": {"name": t.function.name, "parameters": t.function.parameters}}
             for t in body.tools or []
         ]
-        return chat_prompt(
+        prompt = chat_prompt(
             self.tokenizer,
             body.messages,
             tools or None,
@@ -419,6 +419,7 @@ class OpenAIServer:
             variables=body.chat_template_kwargs,
             most=most,
         )
+        return prompt.ids
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:

@@ -10,15 +10,22 @@ from typing import Any
 import msgspec
 
 from segue.engine.request import Grammar
+from segue.server.frontend.call_bodies import Properties, properties_of
 from segue.server.frontend.openai_types import ChatBody, Tool
 from segue.server.frontend.problems import BadParam
+from segue.server.frontend.reasoning import ReasoningParser, WithoutThoughts, begun_by, thought_marks
+from segue.server.frontend.reply_parts import ReplyParser
+from segue.server.frontend.response_template import ResponseForm
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.frontend.tools import FirstCall, ForcedParser, ToolParser, parser_for
+from segue.server.frontend.tools import FirstCall, ForcedParser, WithoutSpace, parser_for
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 256
 #: That an answer can be forced to make at once.
 MAX_CALLS = 16
+
+#: The values of `reasoning_effort`. Without a setting in the template, "medium" asks for nothing.
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 #: Variables that are the server's to set, not a client's.
 _RESERVED = {
@@ -42,32 +49,118 @@ _RESERVED = {
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How the tools of a request reach the model and how its calls come back."""
+    """The tools that the model is shown, and whether the answer must call one: `name`, or any (`forced`)."""
 
     tools: list[dict[str, Any]] | None = None
-    form: ToolForm | None = None
     grammar: Grammar | None = None
+    forced: bool = False
+    name: str = ""
     #: At most one call (`parallel_tool_calls: false`).
     single: bool = False
 
-    def parser(self) -> ToolParser | None:
-        """A fresh parser for one sample."""
-        parser = self.form.make() if self.form else None
-        return FirstCall(parser) if parser is not None and self.single else parser
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat as the model reads it: its text, and the token ids of that. `begun` is the beginning of the
+    answer that the client has given."""
+
+    text: str
+    ids: list[int]
+    begun: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class ToolForm:
-    """The parser of tool calls: from the template, or forced by `tool_choice`."""
+class ReplyForm:
+    """The form of the answers to one request. `make` gives a fresh parser for one sample.
 
-    template: str | None = None
-    forced: bool = False
-    name: str = ""
+    The model's response template (`response`) comes before the forms that its chat `template` is known by.
+    With `plain` a grammar makes the answer: all of it is text, or the forced call.
+    """
 
-    def make(self) -> ToolParser | None:
-        if self.forced:
-            return ForcedParser("arguments" if self.name else "calls", self.name)
-        return parser_for(self.template)
+    prompt: ChatPrompt
+    use: ToolUse
+    template: str | None
+    response: ResponseForm | None = None
+    plain: bool = False
+    thoughts: bool = True
+    hidden: bool = False
+
+    def make(self) -> ReplyParser | None:
+        """A fresh parser, or None: all that the model says is text."""
+        if self.use.forced:
+            forced = ForcedParser("arguments" if self.use.name else "calls", self.use.name)
+            return FirstCall(forced) if self.use.single else forced
+        if self.plain:
+            return None
+        properties = None if self.use.tools is None else properties_of(self.use.tools)
+        parser = self._parser(properties)
+        if parser is None:
+            return None
+        if properties is not None:
+            parser = WithoutSpace(parser)
+        if self.use.single:
+            parser = FirstCall(parser)
+        return WithoutThoughts(parser) if self.hidden else parser
+
+    def _parser(self, properties: Properties | None) -> ReplyParser | None:
+        if self.response is not None and self.thoughts:
+            return self.response.parser(self.prompt.text, properties)
+        calls = None if properties is None else parser_for(self.template, properties)
+        marks = thought_marks(self.template) if self.thoughts else None
+        if marks is None:
+            return calls
+        begun = begun_by(self.prompt.text, marks, self.prompt.begun)
+        return ReasoningParser(marks, calls, begun=begun)
+
+
+def reply_form(body: ChatBody, use: ToolUse, prompt: ChatPrompt, tokenizer: ModelTokenizer) -> ReplyForm:
+    """The form of the answers to `body`."""
+    constrained = body.response_format is not None and body.response_format.type != "text"
+    return ReplyForm(
+        prompt,
+        use,
+        tokenizer.chat_template(tools=use.tools is not None),
+        tokenizer.response,
+        plain=constrained or _constrained(body),
+        thoughts=body.separate_reasoning is not False,
+        hidden=body.include_reasoning is False,
+    )
+
+
+def _constrained(body: ChatBody) -> bool:
+    fields = (
+        body.structured_outputs,
+        body.guided_json,
+        body.guided_regex,
+        body.guided_choice,
+        body.guided_grammar,
+        body.regex,
+        body.json_schema,
+    )
+    return any(field is not None for field in fields)
+
+
+def effort_variables(body: ChatBody, template: str | None) -> dict[str, Any]:
+    """The variables of a chat template that `reasoning_effort` sets. Raises BadParam where the template
+    reads none."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise BadParam(f"reasoning_effort: one of {', '.join(EFFORTS)}", "reasoning_effort")
+    source, found = template or "", dict[str, Any]()
+    if "reasoning_effort" in source:
+        found["reasoning_effort"] = effort
+    if "enable_thinking" in source:
+        found["enable_thinking"] = effort != "none"
+    elif not found and effort == "none" and thought_marks(template) is None:
+        return {}
+    if not found and effort != "medium":
+        raise BadParam(
+            "reasoning_effort: this model's chat template has no such setting; leave it out",
+            "reasoning_effort",
+        )
+    return found
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -98,6 +191,9 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         out["content"] = _join_parts(content, f"{where}.content")
     elif not isinstance(content, str):
         raise BadParam(f"{where}.content: text or a list of parts, not {_kind(content)}", f"{where}.content")
+    if isinstance(reasoning := out.pop("reasoning", None), str):
+        # vLLM's name for it.
+        out.setdefault("reasoning_content", reasoning)
     if calls is None:
         out.pop("tool_calls", None)
     else:
@@ -145,8 +241,8 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number" if isinstance(value, float) else "null")
 
 
-def tool_use(body: ChatBody, tokenizer: ModelTokenizer) -> ToolUse:
-    """The meaning of `tools` and `tool_choice` for this model. Raises BadParam."""
+def tool_use(body: ChatBody) -> ToolUse:
+    """The meaning of `tools` and `tool_choice`. Raises BadParam."""
     tools, choice = body.tools or [], body.tool_choice
     if len(tools) > MAX_TOOLS:
         raise BadParam(f"tools: at most {MAX_TOOLS}, not {len(tools)}", "tools")
@@ -160,10 +256,9 @@ def tool_use(body: ChatBody, tokenizer: ModelTokenizer) -> ToolUse:
     shown = [_shown(t) for t in tools]
     single = body.parallel_tool_calls is False
     if choice in (None, "auto"):
-        template = tokenizer.chat_template(tools=True)
-        return ToolUse(shown, ToolForm(template), single=single)
+        return ToolUse(shown, single=single)
     if choice == "required":
-        return ToolUse(shown, ToolForm(forced=True), _any_call(tools, 1 if single else MAX_CALLS))
+        return ToolUse(shown, _any_call(tools, 1 if single else MAX_CALLS), forced=True, single=single)
     return _named(choice, tools, shown)
 
 
@@ -178,7 +273,7 @@ def _named(choice: object, tools: list[Tool], shown: list[dict[str, Any]]) -> To
     for tool in tools:
         if tool.function.name == name:
             schema = json.dumps(tool.function.parameters or {"type": "object"})
-            return ToolUse(shown, ToolForm(forced=True, name=name), Grammar("json_schema", schema))
+            return ToolUse(shown, Grammar("json_schema", schema), forced=True, name=name)
     raise BadParam(f"tool_choice: no tool is named {name!r}", "tool_choice")
 
 
@@ -217,8 +312,8 @@ def chat_prompt(
     continue_final: bool = False,
     variables: dict[str, Any] | None = None,
     most: int,
-) -> list[int]:
-    """The prompt's token ids. Raises BadParam, and TooManyTokens for more than `most`."""
+) -> ChatPrompt:
+    """The prompt of a chat. Raises BadParam, and TooManyTokens for more than `most`."""
     reserved = _RESERVED.intersection(variables or {})
     if reserved:
         name = sorted(reserved)[0]
@@ -227,12 +322,14 @@ def chat_prompt(
         raise BadParam(
             "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
         )
+    checked = check_messages(messages)
     text = tokenizer.render(
-        check_messages(messages),
+        checked,
         tools,
         generation_prompt=not continue_final if generation_prompt is None else generation_prompt,
         continue_final=continue_final,
         variables=variables or {},
     )
     # The template writes the special tokens itself.
-    return tokenizer.encode(text, special=False, most=most)
+    ids = tokenizer.encode(text, special=False, most=most)
+    return ChatPrompt(text, ids, checked[-1]["content"] if continue_final else "")

@@ -143,6 +143,9 @@ class ChatBody(GenerateFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
 
 
 class CompletionBody(GenerateFields, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import msgspec
 
 from segue.engine.request import RankHints, Request, SamplingParams
 from segue.server.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
-from segue.server.frontend.chat import ToolUse, chat_prompt, tool_use
+from segue.server.frontend.chat import ReplyForm, chat_prompt, effort_variables, reply_form, tool_use
 from segue.server.frontend.detokenize import decode_in_pieces
 from segue.server.frontend.generate import Sample
 from segue.server.frontend.openai_types import ChatBody, CompletionBody, GenerateFields
@@ -71,7 +71,8 @@ class Planner:
     def chat(self, body: ChatBody, card: ModelCard, call_id: str) -> Plan:
         """Raises BadParam for what is wrong in `body`."""
         logprobs = _chat_logprobs(body)
-        use = tool_use(body, self.tokenizer)
+        use = tool_use(body)
+        template = self.tokenizer.chat_template(tools=use.tools is not None)
         grammar = grammar_of(body)
         if use.grammar is not None and grammar is not None:
             raise BadParam(
@@ -84,18 +85,18 @@ class Planner:
                 use.tools,
                 generation_prompt=body.add_generation_prompt,
                 continue_final=bool(body.continue_final_message),
-                variables=body.chat_template_kwargs,
+                variables=effort_variables(body, template) | (body.chat_template_kwargs or {}),
                 most=card.context_tokens - 1,
             )
         except TooManyTokens as found:
             raise too_long(found, card, "messages") from None
-        check_prompt(prompt, card, "messages")
+        check_prompt(prompt.ids, card, "messages")
         max_tokens, max_tokens_param = asked_tokens(body)
         n = samples(body)
         params = sampling(
             body,
             card,
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(prompt.ids),
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
             # Without a number of tokens an answer ends where it may keep no more log-probabilities.
@@ -105,7 +106,8 @@ class Planner:
         )
         text = text_options(body)
         ranks = rank_hints(body)
-        choices = [self._chat_choice(call_id, prompt, params, text, use, ranks, i) for i in range(n)]
+        form = reply_form(body, use, prompt, self.tokenizer)
+        choices = [self._chat_choice(call_id, prompt.ids, params, text, form, ranks, i) for i in range(n)]
         shape = _shape(body, card, f"chatcmpl-{call_id}", int(self.today()), logprobs is not None)
         answer = ChatAnswer(shape, choices, self.tokenizer)
         return _planned(answer, body, shape)
@@ -116,14 +118,17 @@ class Planner:
         prompt: list[int],
         params: SamplingParams,
         text: Text,
-        use: ToolUse,
+        form: ReplyForm,
         ranks: RankHints,
         i: int,
     ) -> Choice:
-        parser = use.parser()
-        if parser is not None and parser.keep_special:
-            text = Text(text.stops, text.include_stop, skip_special=False)
-        return Choice(self._sample(call_id, prompt, params, text, ranks, i), parser=parser)
+        parser, thought_end = form.make(), None
+        if parser is not None:
+            thought_end = self.tokenizer.token_id(parser.thought_end)
+            if any(self.tokenizer.is_special(mark) for mark in parser.marks):
+                text = Text(text.stops, text.include_stop, skip_special=False)
+        sample = self._sample(call_id, prompt, params, text, ranks, i)
+        return Choice(sample, parser=parser, thought_end=thought_end)
 
     def completion(self, body: CompletionBody, card: ModelCard, call_id: str) -> Plan:
         """Raises BadParam for what is wrong in `body`."""

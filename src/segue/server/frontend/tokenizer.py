@@ -7,6 +7,7 @@ frontend small (60 MB instead of 245) and quick to start.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from segue.kv import ConfigError, Internal
 from segue.server.frontend.problems import BadParam
+from segue.server.frontend.response_template import ResponseForm
+
+log = logging.getLogger(__name__)
 
 _SHORT_CHARS = 4096
 _PIECE_CHARS = 2**18
@@ -47,6 +51,8 @@ class ModelTokenizer:
         self._byte_level = _contains(spec.get("decoder"), "ByteLevel")
         self._token_bytes, self._dropped = _longest_token(spec, self._fast.get_vocab(with_added_tokens=True))
         self._bytes: dict[int, bytes] = {}
+        #: the model's own description of its answers, if it has one
+        self.response = _response_form(hf)
 
     @classmethod
     def load(cls, folder: str | Path) -> ModelTokenizer:
@@ -132,6 +138,15 @@ class ModelTokenizer:
         """`token_bytes` as text, with U+FFFD for what is only a part of a character."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is this text, or None."""
+        found: int | None = self._fast.token_to_id(text)
+        return found
+
+    def is_special(self, text: str) -> bool:
+        """Whether this text is one special token, which is no text for a client."""
+        return self.token_id(text) in self._special
+
     def chat_template(self, *, tools: bool) -> str | None:
         """The template's source, or None: this model has none."""
         if not self._hf.chat_template:
@@ -164,6 +179,17 @@ class ModelTokenizer:
             # A template's exception is about the client's messages, so the client gets its text.
             raise BadParam(f"the chat template refuses these messages: {error}", "messages") from None
         return text
+
+
+def _response_form(hf: Any) -> ResponseForm | None:
+    template = getattr(hf, "response_template", None)
+    if template is None:
+        return None
+    try:
+        return ResponseForm(template)
+    except (ValueError, TypeError) as error:
+        log.warning("event=response_template_refused reason=%r", str(error))
+        return None
 
 
 def _no_token_id(token: int) -> Internal:

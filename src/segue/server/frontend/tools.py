@@ -1,12 +1,16 @@
-"""Tool calls in the output: found by the form that the model's own template teaches it.
+"""Tool calls in the output: found by the form that the model's own chat template teaches it.
 
 | form | looks like | known by its template |
 |---|---|---|
 | Hermes, Qwen | `<tool_call>{"name": …, "arguments": {…}}</tool_call>` | `<tool_call>` |
+| Qwen-Coder | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>` | `<tool_call>` |
 | Mistral | `[TOOL_CALLS] [{"name": …, "arguments": {…}}]` or `[TOOL_CALLS]name[ARGS]{…}` | `[TOOL_CALLS]` |
+| DeepSeek-V3 | calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>` | the first of these |
+| LFM2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>` | `<|tool_list_start|>` or `<|tool_call_start|>` |
+| Python (Llama 3.2, 4) | the whole answer is `[f(a=1), g(b="x")]` | `[func_name1(` |
 | Llama 3 | the whole answer is `{"name": …, "parameters": {…}}` | `<|python_tag|>` or `"parameters"` |
 
-A call is given out whole, when its JSON is complete: half a call helps nobody, and what turns out not to be a
+A call is given out whole, when it is complete: half a call helps nobody, and what turns out not to be a
 call is returned as text. `forced` is for `tool_choice`: the grammar makes the output JSON, so a text that
 `max_tokens` cuts is a call with the arguments so far, as with OpenAI and vLLM, and never text.
 """
@@ -15,74 +19,64 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from segue.server.frontend.call_bodies import (
+    MAX_CALLS_READ,
+    Properties,
+    Read,
+    deepseek_calls,
+    json_calls,
+    json_or_xml_calls,
+    one_call,
+    python_calls,
+)
 from segue.server.frontend.detokenize import StopStrings
+from segue.server.frontend.reply_parts import (
+    Filtered,
+    Part,
+    ReplyParser,
+    ToolCall,
+    TrailingSpace,
+    new_call_id,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call as OpenAI shows it; `arguments` is JSON text."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-#: Calls that one text may hold; a text with more is none. They are made at its end, all at once.
-MAX_CALLS_READ = 256
 #: Letters by which a text is known that cannot be a call.
 _START_CHARS = 32
-#: Text, or a call that is complete.
-Part = str | ToolCall
 
 
-class ToolParser(Protocol):
-    """Splits a growing text into text and calls."""
-
-    #: The marks are special tokens: they must not be skipped when decoding.
-    keep_special: bool
-
-    def feed(self, text: str) -> list[Part]: ...
-
-    def finish(self) -> list[Part]:
-        """The rest, when the text has ended."""
-        ...
-
-
-def parser_for(template: str | None) -> ToolParser | None:
-    """A fresh parser for a chat template, or None where the template has no tools."""
+def parser_for(template: str | None, properties: Properties | None = None) -> ReplyParser | None:
+    """A fresh parser for a chat template, or None where the template has no tools. `properties` are the
+    schemas of the functions' parameters."""
     if template is None:
         return None
+    known = properties or {}
+    if "<|tool_list_start|>" in template or "<|tool_call_start|>" in template:
+        return MarkedParser("<|tool_call_start|>", "<|tool_call_end|>", python_calls, known)
+    if "<｜tool▁calls▁begin｜>" in template:
+        return MarkedParser("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", deepseek_calls, known)
     if "<tool_call>" in template:
-        return HermesParser()
+        return MarkedParser("<tool_call>", "</tool_call>", json_or_xml_calls, known)
     if "[TOOL_CALLS]" in template:
         return MistralParser()
+    if "[func_name1(" in template:
+        return PythonParser()
     if "<|python_tag|>" in template or ('"parameters"' in template and "tools" in template):
         return LlamaParser()
     return None
 
 
-class FirstCall:
+class FirstCall(Filtered):
     """`inner`, of whose calls only the first is given out: the client takes one at a time."""
 
-    def __init__(self, inner: ToolParser) -> None:
-        self._inner = inner
+    def __init__(self, inner: ReplyParser) -> None:
+        super().__init__(inner)
         self._called = False
-        self.keep_special = inner.keep_special
 
-    def feed(self, text: str) -> list[Part]:
-        return self._first(self._inner.feed(text))
-
-    def finish(self) -> list[Part]:
-        return self._first(self._inner.finish())
-
-    def _first(self, parts: list[Part]) -> list[Part]:
+    def kept(self, parts: list[Part]) -> list[Part]:
         kept: list[Part] = []
         for part in parts:
-            if isinstance(part, str):
+            if not isinstance(part, ToolCall):
                 kept.append(part)
             elif not self._called:
                 self._called = True
@@ -90,43 +84,60 @@ class FirstCall:
         return kept
 
 
-class HermesParser:
-    """`<tool_call>{json}</tool_call>`, any number, with text between."""
+class WithoutSpace(Filtered):
+    """`inner`, without the white space that the model writes between its text and a call, and between
+    calls."""
 
-    keep_special = False
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+    def __init__(self, inner: ReplyParser) -> None:
+        super().__init__(inner)
+        self._space = TrailingSpace()
 
-    def __init__(self) -> None:
-        self._outside = StopStrings([self._OPEN])
+    def finish(self) -> list[Part]:
+        parts = super().finish()
+        rest = self._space.take()
+        return [*parts, rest] if rest else parts
+
+    def kept(self, parts: list[Part]) -> list[Part]:
+        kept: list[Part] = []
+        for part in parts:
+            if isinstance(part, str):
+                if text := self._space.feed(part):
+                    kept.append(text)
+                continue
+            if isinstance(part, ToolCall):
+                self._space.take()
+            kept.append(part)
+        return kept
+
+
+class MarkedParser(ReplyParser):
+    """Calls between two marks, any number, with text between. `read` knows what stands there."""
+
+    def __init__(self, start: str, end: str, read: Read, properties: Properties) -> None:
+        self.marks = (start, end)
+        self._start, self._end, self._read, self._properties = start, end, read, properties
+        self._outside = StopStrings([start])
         #: the call in progress
         self._inside: list[str] | None = None
-        self._end = StopStrings([self._CLOSE])
-        self._after_call = False
+        self._closing = StopStrings([end])
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
         while text:
             if self._inside is not None:
-                self._inside.append(self._end.feed(text))
-                if not self._end.found():
+                self._inside.append(self._closing.feed(text))
+                if not self._closing.found():
                     break
-                body, text = "".join(self._inside), self._end.rest
-                parts += _calls(body) or [self._OPEN + body + self._CLOSE]
+                body, text = "".join(self._inside), self._closing.rest
+                parts += self._read(body, self._properties) or [self._start + body + self._end]
                 self._inside = None
-                self._after_call = True
-                self._outside = StopStrings([self._OPEN])
+                self._outside = StopStrings([self._start])
             else:
-                before = self._outside.feed(text)
-                if self._after_call:
-                    # The template puts a line break between calls; it is not the model's text.
-                    before = before.lstrip("\n")
-                    self._after_call = not before
-                if before:
-                    parts.append(before)
+                parts.append(self._outside.feed(text))
                 if not self._outside.found():
                     break
                 text = self._outside.rest
-                self._inside, self._end = [], StopStrings([self._CLOSE])
+                self._inside, self._closing = [], StopStrings([self._end])
         return [p for p in parts if p != ""]
 
     def finish(self) -> list[Part]:
@@ -134,14 +145,12 @@ class HermesParser:
             rest = self._outside.flush()
             return [rest] if rest else []
         # No end mark: the last call is often complete without it.
-        body, self._inside = "".join(self._inside) + self._end.flush(), None
-        return list(_calls(body)) or [self._OPEN + body]
+        body, self._inside = "".join(self._inside) + self._closing.flush(), None
+        return list(self._read(body, self._properties)) or [self._start + body]
 
 
-class _WholeParser:
+class _WholeParser(ReplyParser):
     """A parser of forms that are read at the end. Text that cannot be a call is passed on at once."""
-
-    keep_special = False
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -180,21 +189,31 @@ class _WholeParser:
 class LlamaParser(_WholeParser):
     """The whole answer is one call, or several with `;` between."""
 
-    keep_special = True
     _MARK = "<|python_tag|>"
+    marks = (_MARK,)
 
     def _may_be_call(self, start: str) -> bool:
         return start.startswith(("{", self._MARK)) or self._MARK.startswith(start)
 
     def _parse(self, text: str) -> list[Part]:
-        return list(_calls(text.strip().removeprefix(self._MARK))) or [text.replace(self._MARK, "")]
+        return list(json_calls(text.strip().removeprefix(self._MARK))) or [text.replace(self._MARK, "")]
+
+
+class PythonParser(_WholeParser):
+    """The whole answer is a list of calls in Python."""
+
+    def _may_be_call(self, start: str) -> bool:
+        return start.startswith("[")
+
+    def _parse(self, text: str) -> list[Part]:
+        return list(python_calls(text)) or [text]
 
 
 class MistralParser(_WholeParser):
     """Text, then `[TOOL_CALLS]` and calls to the end."""
 
-    keep_special = True
     _MARK = "[TOOL_CALLS]"
+    marks = (_MARK, "[ARGS]", "[CALL_ID]")
     _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?\[ARGS\]")
 
     def __init__(self) -> None:
@@ -223,9 +242,9 @@ class MistralParser(_WholeParser):
                 arguments = _json_prefix(piece[named.end() :])
                 if arguments is None:
                     return [self._MARK + text]
-                calls.append(_call(named[1], arguments))
+                calls.append(one_call(named[1], arguments))
             else:
-                calls += _calls(piece)
+                calls += json_calls(piece)
             if len(calls) > MAX_CALLS_READ:
                 return [self._MARK + text]
         return calls or [self._MARK + text]
@@ -246,17 +265,7 @@ class ForcedParser(_WholeParser):
         if self._form == "arguments":
             # Cut off by max_tokens or not: OpenAI too gives the arguments as they are.
             return [ToolCall(new_call_id(), self._name, text.strip())]
-        return list(_calls(text) or _cut_calls(text)) or ([] if text.lstrip().startswith("[") else [text])
-
-
-def new_call_id() -> str:
-    """An id for a call; nine letters and digits at the end, which Mistral's template demands."""
-    return "call_" + secrets.token_hex(12)
-
-
-def _call(name: str, arguments: Any) -> ToolCall:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(new_call_id(), name, text)
+        return list(json_calls(text) or _cut_calls(text)) or ([] if text.lstrip().startswith("[") else [text])
 
 
 def _json_prefix(text: str) -> Any | None:
@@ -282,39 +291,11 @@ def _cut_calls(text: str) -> list[ToolCall]:
         try:
             arguments, end = decoder.raw_decode(text, head.end())
         except (ValueError, RecursionError):
-            calls.append(_call(name, text[head.end() :]))
+            calls.append(one_call(name, text[head.end() :]))
             break
-        calls.append(_call(name, arguments))
+        calls.append(one_call(name, arguments))
         brace = re.compile(r"\s*\}").match(text, end)
         if brace is None:
             break
         at = brace.end()
-    return calls
-
-
-_BETWEEN_CALLS = re.compile(r"[ \t\r\n;,]*")
-
-
-def _calls(text: str) -> list[ToolCall]:
-    """The calls in `text`: an object, a list, or several one after another. Empty if any is not a call."""
-    decoder = json.JSONDecoder()
-    calls: list[ToolCall] = []
-    text, at = text.strip(), 0
-    while at < len(text):
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return []
-        for item in value if isinstance(value, list) else [value]:
-            if not isinstance(item, dict) or len(calls) == MAX_CALLS_READ:
-                return []
-            # Some templates wrap a call as OpenAI does.
-            inner = item.get("function")
-            item = inner if isinstance(inner, dict) else item
-            name = item.get("name")
-            if not isinstance(name, str):
-                return []
-            calls.append(_call(name, item.get("arguments", item.get("parameters", {}))))
-        separators = _BETWEEN_CALLS.match(text, end)
-        at = end if separators is None else separators.end()
     return calls

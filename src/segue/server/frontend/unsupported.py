@@ -26,7 +26,6 @@ REFUSED: Final[dict[str, tuple[object, ...]]] = {
     "function_call": ("none", "auto"),
     "functions": _OFF,
     "modalities": ([], ["text"]),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
@@ -36,7 +35,6 @@ REFUSED: Final[dict[str, tuple[object, ...]]] = {
     "detokenize": (True,),
     "documents": _OFF,
     "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
     "logits_processors": _OFF,
     "logprob_token_ids": _OFF,
     "prompt_embeds": _OFF,
@@ -91,6 +89,8 @@ REFUSED_IN_CHAT: Final[dict[str, tuple[object, ...]]] = {
 
 #: Refused in text completions alone.
 REFUSED_IN_COMPLETIONS: Final[dict[str, tuple[object, ...]]] = {
+    "include_reasoning": (True,),
+    "reasoning_effort": ("none", "medium"),
     "tools": _OFF,
     "top_logprobs": (),
 }
