@@ -165,6 +165,28 @@ def test_a_receiver_that_ends_before_it_has_pages_ends_prefills_room(pair: tuple
     at_rest(prefill, decode)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["prefill waits", "prefill comes later"])
+@pytest.mark.parametrize("allocated", [False, True], ids=["no pages", "pages"])
+def test_a_receiver_that_ends_before_the_first_session_ends_prefills_room(
+    pair: tuple[Rank, Rank], allocated: bool, late: bool
+) -> None:
+    """Prefill is told over the session that opens later, and does not wait for its bootstrap timeout."""
+    prefill, decode = pair
+    room = new_room()
+    sender = None if late else prefill.sender(room, PAGE)
+    receiver = decode.receiver(room)
+    receiver.init(prefill.row)
+    if allocated:
+        receiver.send_metadata([1], 0, 0)
+    receiver.abort()
+    if sender is None:
+        wait_for(lambda: prefill.handoffs.sizes()["peers"] == 1)
+        sender = prefill.sender(room, PAGE)
+    wait_for(lambda: sender.poll() is SglPoll.FAILED)
+    assert sender.failure().text == "ABORTED_BY_CLIENT: SGLang aborted the request"
+    at_rest(prefill, decode)
+
+
 def test_a_room_that_decode_does_not_take_ends_after_sglangs_timeout() -> None:
     prefill = Rank(Role.PREFILL, bootstrap_s=0.05)
     sender = prefill.sender(new_room(), PAGE)
@@ -233,14 +255,16 @@ def test_nothing_raises_and_nothing_is_left(pair: tuple[Rank, Rank]) -> None:
     room = new_room()
     sender, receiver = prefill.sender(room, 2 * PAGE), decode.receiver(room)
     publish(decode, receiver, prefill, [1, 2, 3])  # one page more than the prompt has
-    wait_for(lambda: receiver.poll() is SglPoll.FAILED)
+    for half in (receiver, sender):
+        wait_for(lambda half=half: half.poll() is SglPoll.FAILED)
+        assert "3 tokens" in half.failure().text
+    sender = prefill.sender(new_room(), 2 * PAGE)
     assert sender.poll() is SglPoll.BOOTSTRAPPING
     sender.init(9, 0)
     sender.send([1])
     sender.send([1], SimpleNamespace(synchronize=None))
     wait_for(lambda: sender.poll() is SglPoll.FAILED)
     assert "9 pages of a prompt of 2" in sender.failure().text
-    receiver.failure()
     at_rest(prefill, decode)
 
 

@@ -1281,16 +1281,23 @@ def test_rule_11_a_receiver_tells_by_itself_and_the_engine_s_word_beside_it_is_n
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_rule_11_without_a_session_prefill_is_told_on_the_next_one(listed: bool) -> None:
-    """As by a decode that has just started."""
+    """As by a decode that has just started. An engine without a registry lists no instance."""
     d = Decode()
     if not listed:
         d.tell(events.PrefillInstances({}))
     d.tell(events.PeerDown(d.ranks[1], LEFT))
     assert d.tell(events.DeclineRoom(RoomKey(9), d.ranks[1], LEFT, CLAIM)) == []
     told = said(d.tell(events.PeerUp(d.ranks[1], PLAN)), d.ranks[1])
-    assert [(type(m), m.transfer.room, m.claim) for m in told if isinstance(m, Declined)] == (
-        [(Declined, 9, CLAIM)] if listed else []
-    )
+    assert [(type(m), m.transfer.room, m.claim) for m in told if isinstance(m, Declined)] == [
+        (Declined, 9, CLAIM)
+    ]
+
+
+def test_rule_11_a_rank_that_its_instance_does_not_have_is_never_told() -> None:
+    d = Decode()
+    none = LeaderId(ME.incarnation, 99)
+    assert d.tell(events.DeclineRoom(RoomKey(9), none, LEFT, CLAIM)) == []
+    assert said(d.tell(events.PeerUp(none, PLAN)), none) == []
 
 
 def test_rule_11_a_receiver_that_fails_without_a_session_declines_on_the_next_one() -> None:

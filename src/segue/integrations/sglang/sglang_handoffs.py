@@ -474,8 +474,9 @@ class ReceiverHalf(RoomHalf):
                 raise Internal(f"a prefix of {prefix_tokens} tokens does not end with a page")
             self._pages, self._prefix, self._slot = list(pages), prefix, slot or 0
             self.units = prefix + len(self._pages)
+            # SGLang's prefill learns its decode from the destination alone: nobody has placed the room.
             self.handle = self.handoffs.manager.receive(
-                self.key, self._row.leader, self.units, self.handoffs.waiting_s
+                self.key, self._row.leader, self.units, self.handoffs.waiting_s, placed=False
             )
             self.handoffs.remember(self)
             if self._row.dp_size > 1:

@@ -150,9 +150,10 @@ class AllowReplacement:
 
 @dataclass(frozen=True, slots=True)
 class DeclineRoom:
-    """Engine, decode: no destination will be published for this room. Prefill is told, if there is a session:
-    the DP rank that is named, or all of them. It obeys where `claim` is that of its room, or empty for a room
-    that was placed for no decode leader. A no-op for a room with a receiver here, which tells by itself."""
+    """Engine, decode: no destination will be published for this room. Prefill is told, on its next session if
+    it has none now: the DP rank that is named, or all ranks of a listed instance. It obeys where `claim` is
+    that of its room, or empty for a room that was placed for no decode leader. A no-op for a room with a
+    receiver here, which tells by itself."""
 
     key: RoomKey
     prefill: LeaderId

@@ -170,7 +170,7 @@ class Receptions:
             listed = self._instances.get(leader.incarnation)
             if self._host.linked(leader):
                 self._turn.emit(Send(leader, Declined(transfer, error, event.claim)))
-            elif remember and listed is not None and leader.dp_rank in listed.ranks:
+            elif remember and (listed is None or leader.dp_rank in listed.ranks):
                 self._tombstones.add_unopened(transfer, error, ended_by_peer=False, declined=event.claim)
 
     def _due(self, key: RoomKey) -> None:
