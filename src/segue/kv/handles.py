@@ -131,10 +131,11 @@ class KVSender(_Handle):
         """End a retained room: SUCCESS if decode has committed, else FAILED (ABORTED_BY_CLIENT)."""
         self.abort()
 
-    def evict(self, error: ErrorInfo) -> None:
+    def evict(self, error: ErrorInfo, unbound_s: float = 0.0) -> None:
         """End the room with `error` unless a decode has it bound or has committed it, so that an engine that
-        lacks memory may take its pages back. They are free at `Release`."""
-        self._owner.post(events.EndRoom(self.key, error, unbound=True))
+        lacks memory may take its pages back. They are free at `Release`. With `unbound_s` only a room that no
+        decode has had for so many seconds."""
+        self._owner.post(events.EndRoom(self.key, error, unbound_s=unbound_s))
 
     def allow(self, replaced: int, by: int, decode: LeaderId, *, ended: bool = False) -> None:
         """The placer of the request says that attempt `by`, on the leader `decode`, replaces the attempt

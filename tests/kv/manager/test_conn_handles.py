@@ -59,10 +59,10 @@ def test_a_sender_says_what_becomes_of_its_room() -> None:
     sender.allow(0, 1, DECODE)
     sender.close()
     evicted, allowed, closed = [event for (event,) in owner.posted]
-    assert evicted == events.EndRoom(ONE, full, unbound=True)
+    assert evicted == events.EndRoom(ONE, full, unbound_s=0.0)
     assert allowed == events.AllowReplacement(ONE, 0, 1, DECODE)
     assert isinstance(closed, events.EndRoom)
-    assert (closed.key, closed.error.code, closed.unbound) == (ONE, ErrorCode.ABORTED_BY_CLIENT, False)
+    assert (closed.key, closed.error.code, closed.unbound_s) == (ONE, ErrorCode.ABORTED_BY_CLIENT, None)
 
 
 def test_a_receiver_says_its_pages() -> None:

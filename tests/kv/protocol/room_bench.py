@@ -126,8 +126,10 @@ class Bench:
     def finish(self, content: bytes = b"7", room: RoomKey = ROOM) -> list[events.Effect]:
         return self.tell(events.SendMetadata(room, content))
 
-    def end(self, error: ErrorInfo, room: RoomKey = ROOM, *, unbound: bool = False) -> list[events.Effect]:
-        return self.tell(events.EndRoom(room, error, unbound))
+    def end(
+        self, error: ErrorInfo, room: RoomKey = ROOM, *, unbound_s: float | None = None
+    ) -> list[events.Effect]:
+        return self.tell(events.EndRoom(room, error, unbound_s))
 
     def phase(self, room: RoomKey = ROOM) -> KVPoll:
         return self.phases[room][-1].phase

@@ -177,7 +177,7 @@ def test_a_retained_room_is_evicted_between_two_bindings_unless_it_was_committed
     b.finish()
     b.land()
     b.hear(Committed(transfer()) if committed else Failed(transfer(), BROKE))
-    b.end(OutOfCapacity("full").info, unbound=True)
+    b.end(OutOfCapacity("full").info, unbound_s=0.0)
     assert (b.phase() is KVPoll.FAILED) == (not committed)
     assert words(b.hear(destination(1, TWO)), TWO)[0] == ("Accepted" if committed else "Failed")
 

@@ -577,6 +577,35 @@ def test_a_lost_commit_is_not_taken_after_the_placer_s_word_or_before_everything
     assert not b.phase().terminal
 
 
+@pytest.mark.parametrize("commits", [False, True])
+def test_an_attempt_waits_for_the_placer_s_words_although_the_one_that_it_replaces_never_came(
+    commits: bool,
+) -> None:
+    """The placer gives up two decodes before prefill has read its first word. The first one has the room."""
+    b = all_sent(decode=ONE, retain_s=0.0)
+    assert said(b.hear(destination(2, THREE, replaces=1)), THREE) == []
+    if commits:
+        effects = b.hear(Committed(transfer()))
+        assert refused(effects, THREE) == (ErrorCode.OUT_OF_CAPACITY, True), "an attempt that does not count"
+        return
+    b.tell(PLACED_AGAIN)
+    b.fence()
+    assert b.phase() is KVPoll.TRANSFERRING, "the word is of another attempt"
+    effects = b.tell(events.AllowReplacement(ROOM, 1, 2, THREE, ended=True))
+    assert words(effects, THREE) == ["Accepted", "Metadata"]
+    b.land()
+    b.hear(Committed(transfer(2, THREE)))
+    assert b.phase() is KVPoll.SUCCESS
+
+
+@pytest.mark.parametrize("changes", [{}, {"claim": b"another"}])
+def test_an_attempt_that_skips_one_waits_only_in_a_room_that_may_be_placed_again(changes: Any) -> None:
+    placed = {"retain_s": 0.0} if changes else {}
+    b = all_sent(decode=ONE, **placed)
+    code = ErrorCode.METADATA_MISMATCH if changes else ErrorCode.TRANSFER_FAILED
+    assert refusal(b.hear(destination(2, THREE, replaces=1, **changes)), THREE).code is code
+
+
 @pytest.mark.parametrize("first", ["destination", "commit"])
 def test_a_commit_that_comes_before_the_placer_s_word_ends_the_next_attempt_so_that_it_is_repeated(
     first: str,
@@ -1140,13 +1169,31 @@ def test_rule_9_only_a_room_that_nobody_has_bound_is_evicted(
         b.expect()
         b.send()
     full = OutOfCapacity("the pool is full").info
-    effects = b.end(full, unbound=True)
+    effects = b.end(full, unbound_s=0.0)
     assert b.phase().terminal is evicted
     if evicted:
         assert b.releases == {ROOM: 1}
         assert refused(b.hear(destination())) == (ErrorCode.OUT_OF_CAPACITY, True), "a later claim"
     else:
         assert effects == []
+
+
+def test_rule_9_a_placed_room_that_no_decode_has_had_for_a_while_is_evicted() -> None:
+    """A decode that has committed, and whose word and process are lost: nobody comes any more."""
+    b = all_sent(decode=ONE, retain_s=0.0)
+    full = OutOfCapacity("the pool is full").info
+    assert b.end(full, unbound_s=1.0) == []
+    b.down(ONE)
+    b.fence()
+    b.at(0.5)
+    assert b.end(full, unbound_s=1.0) == [], "the next decode may be on its way"
+    b.tell(PLACED_AGAIN)
+    b.at(1.25)
+    assert b.end(full, unbound_s=1.0) == [], "the next decode has as long"
+    b.at(1.5)
+    b.end(full, unbound_s=1.0)
+    assert b.error().code is ErrorCode.OUT_OF_CAPACITY
+    assert b.releases == {ROOM: 1}
 
 
 def test_rule_9_three_unfinished_bindings_end_the_room() -> None:

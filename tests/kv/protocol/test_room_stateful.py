@@ -394,7 +394,7 @@ class Rooms(RuleBasedStateMachine):
     def end(self, index: int, evict: bool) -> None:
         if (found := self.half(self.prefill, index)) is not None:
             error = OutOfCapacity("full").info if evict else LEFT
-            self.world.tell(self.prefill, events.EndRoom(found[0], error, unbound=evict))
+            self.world.tell(self.prefill, events.EndRoom(found[0], error, unbound_s=0.0 if evict else None))
 
     @rule(which=WHICH, index=INDEX)
     def leave(self, which: int, index: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -173,6 +174,27 @@ def opened_again(b: Bench) -> None:
     b.does(b.opens)
 
 
+def waits_though_refused(b: Bench) -> None:
+    other = msgspec.structs.replace(transfer(), room=KEY.room + 1)
+    b.hears(destination(other))
+    b.does(events.RefuseRoom(key=other.sent_as, error=WHY, deadline=9.0))
+
+
+def refused_for_another_reason(b: Bench) -> None:
+    other = msgspec.structs.replace(transfer(), room=KEY.room + 1)
+    b.hears(destination(other))
+    b.does(
+        events.RefuseRoom(key=other.sent_as, error=AbortedByClient("left").info, deadline=9.0),
+        *refused(other),
+    )
+
+
+def parked_though_refused(b: Bench) -> None:
+    other = msgspec.structs.replace(transfer(), room=KEY.room + 1)
+    b.does(events.RefuseRoom(key=other.sent_as, error=WHY, deadline=9.0))
+    b.hears(destination(other))
+
+
 def left_waiting(b: Bench) -> None:
     b.checks._rooms.clear()
     b.hears(destination(transfer()))
@@ -201,7 +223,7 @@ def asked_without_need(b: Bench) -> None:
 
 def evicted_though_bound(b: Bench) -> None:
     b.binds(transfer())
-    b.ends(events.EndRoom(KEY, WHY, unbound=True))
+    b.ends(events.EndRoom(KEY, WHY, unbound_s=0.0))
 
 
 def bound_after_three_failures(b: Bench) -> None:
@@ -249,6 +271,9 @@ CASES: list[tuple[int, Callable[[Bench], None]]] = [
     (5, refused_without_gone),
     (6, parked_after_its_end),
     (6, opened_again),
+    (6, waits_though_refused),
+    (6, refused_for_another_reason),
+    (6, parked_though_refused),
     (7, left_waiting),
     (8, sent_on_twice),
     (8, asked_for_a_named_rank),

@@ -22,6 +22,7 @@ from segue.kv.errors import (
 from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, TransferId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Destination, Drained
+from segue.kv.protocol.rooms import Room, RoomState
 from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.clients import Asked
 from segue.lab.sim.datapath import ShmPath, TcpPath
@@ -384,6 +385,24 @@ def stands_still(stage: Stage) -> None:
     stage.checks.requests.nothing_to_do(stage.decode)
 
 
+def keeps_what_nobody_comes_for(stage: Stage) -> None:
+    """A prompt waits for the pages of a placed room that no decode has."""
+    prefill, world = stage.prefill, stage.deployment.world
+    held = stage.job(prefill)
+    held.phase, held.pages = "in_flight", [1]
+    prefill.scheduler.table[held.sent_as] = RoleTransfer(held, None)  # type: ignore[arg-type]
+    prefill.exchange.rooms.rooms[held.sent_as] = Room(held.sent_as, RoomState.EXPECTED, unbound_at=world.now)
+    waiting = stage.job(prefill)
+    waiting.since = world.now
+    prefill.scheduler.queue.add(waiting)
+    stage.checks.requests.nothing_to_do(prefill)
+    world.now += 3.0
+    prefill.exchange.rooms.rooms[held.sent_as].unbound_at = world.now
+    stage.checks.requests.nothing_to_do(prefill)
+    world.now += 3.0
+    stage.checks.requests.nothing_to_do(prefill)
+
+
 def is_never_woken(stage: Stage) -> None:
     stage.decode.scheduler.batch.retracted.append((stage.job(stage.decode), None))
     stage.checks.requests.stands(stage.decode)  # perhaps it is about to be
@@ -634,6 +653,7 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("12", full_before_it_was),
     ("17", stands_still),
     ("17", is_never_woken),
+    ("17", keeps_what_nobody_comes_for),
     ("12", late_long_after_it_waited),
     ("15", outlived_the_nearer_deadline),
     ("24", stops_at_once),

@@ -356,6 +356,79 @@ def test_a_half_that_decode_has_bound_again_keeps_its_pages() -> None:
     assert pair.errors("first") == ["PEER_LOST"]
 
 
+def unheard(pair: Pair, prompt: list[int]) -> None:
+    """Decode has committed and answered, and its word to prefill is lost."""
+    pair.lose = hold(Committed)
+    wanted = ask(pair, "first", prompt)
+    pair.run()
+    assert pair.tokens("first") == wanted
+    assert pair.prefill.scheduler.sizes()["requests"] == 1
+
+
+def until_ended(pair: Pair) -> None:
+    """Until prefill has ended its half by timers of its own; soon."""
+    end = pair.clock.now() + 2 * prefill.HELD_S
+    while "OUT_OF_CAPACITY" not in pair.errors("first"):
+        deadline = pair.prefill.scheduler.next_deadline()
+        assert deadline is not None
+        assert deadline <= end
+        pair.clock.advance(deadline - pair.clock.now())
+        pair.run()
+
+
+def decode_is_gone(pair: Pair) -> None:
+    """Its process ends for good: prefill never hears of it again. Another one is there for other requests."""
+    pair.lose = lambda effect: isinstance(effect, events.Send) and effect.message.transfer.room == 1
+    pair.part()
+    pair.run()
+    pair.join()
+    pair.run()
+    pair.decode.scheduler.cache.tree.clear()
+
+
+@pytest.mark.parametrize("waits_s", [0.0, 10.0], ids=["while nobody waits", "long after others wait"])
+def test_a_half_whose_decode_dies_after_an_unheard_commit_gives_its_pages_to_others(waits_s: float) -> None:
+    """The request has ended, and no frontend has a reason to say anything to prefill."""
+    pair, prompt = Pair(prefill_pages=8), list(range(30))
+    unheard(pair, prompt)
+    if not waits_s:
+        decode_is_gone(pair)
+    wanted = ask(pair, "other", list(range(100, 130)))
+    pair.run()
+    if waits_s:
+        pair.clock.advance(waits_s)
+        pair.run()
+        assert "other" not in pair.outputs, "decode may still say that it has committed"
+        decode_is_gone(pair)
+    until_ended(pair)
+    assert pair.errors("first") == ["OUT_OF_CAPACITY"], "which no frontend hears any more"
+    assert pair.prefill.engine.computed_tokens == 60
+    if not waits_s:
+        assert pair.tokens("other") == wanted
+        pair.assert_at_rest()
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["the next decode comes", "nobody comes"])
+def test_a_prefill_that_drains_waits_a_second_for_the_next_decode_of_a_half_and_not_for_its_deadline(
+    heard: bool,
+) -> None:
+    pair, prompt = Pair(), list(range(18))
+    wanted = one_computed(pair, prompt)
+    decode_dies(pair)
+    pair.prefill.scheduler.drain()
+    pair.run()
+    assert not pair.prefill.scheduler.drained
+    if heard:
+        ask_decode(pair, prompt)
+        pair.run()
+        assert pair.tokens("first~1") == wanted
+    else:
+        until_ended(pair)
+        assert pair.errors("first") == ["PEER_LOST", "OUT_OF_CAPACITY"]
+    assert pair.prefill.scheduler.drained
+    pair.assert_at_rest()
+
+
 # ---- a peer that goes away is heard of at once ---------------------------------------------------------
 
 

@@ -127,12 +127,12 @@ class SendMetadata:
 @dataclass(frozen=True, slots=True)
 class EndRoom:
     """Engine: end this half with `error`; a no-op after a terminal phase. A retained room of prefill that has
-    succeeded ends with SUCCESS. With `unbound` only a room ends that has no binding and was not committed, so
-    that an engine that lacks memory may take its pages back."""
+    succeeded ends with SUCCESS. With `unbound_s` only a room ends that has had no binding for so many seconds
+    and was not committed, so that an engine that lacks memory may take its pages back."""
 
     key: RoomKey
     error: ErrorInfo
-    unbound: bool = False
+    unbound_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,8 @@ class Room:
     asked: bool = False
     expected: ExpectRoom | None = None
     opened_at: float = 0.0
+    #: since when nobody has it bound, or it waits for the decode that the placer has named last
+    unbound_at: float = 0.0
     phase: KVPoll = KVPoll.BOOTSTRAPPING
     machine: SenderMachine | None = None
     #: the leader of the newest binding
@@ -233,7 +235,8 @@ class Rooms:
         self._check_expect(event, room)
         room = room or self._new(event.key)
         self._set_timer(room, event.deadline)
-        room.state, room.expected, room.opened_at = _S.EXPECTED, event, self._turn.now
+        room.state, room.expected = _S.EXPECTED, event
+        room.opened_at = room.unbound_at = self._turn.now
         self.open += 1
         self._turn.emit(Phase(event.key, KVPoll.BOOTSTRAPPING))
         self._settle(room)
@@ -364,8 +367,10 @@ class Rooms:
         room = self.rooms.get(event.key)
         if room is None or room.state in (_S.CLOSED, _S.PARKED):
             return
-        if event.unbound and (room.machine or room.doubt or room.success):
-            return
+        if event.unbound_s is not None:
+            since = self._turn.now - room.unbound_at
+            if room.machine or room.doubt or room.success or since < event.unbound_s:
+                return
         room.ending = True
         machine = room.machine
         if machine is None or not self._host.tell(machine, AbortTransfer(machine.transfer, event.error)):
@@ -386,7 +391,7 @@ class Rooms:
     def _place_again(self, room: Room, event: AllowReplacement) -> None:
         """The room is for the attempt `event.by`. Nobody takes what an earlier one may have committed."""
         room.expected = dataclasses.replace(room.opened, decode=event.decode, attempt=event.by)
-        room.doubt = None
+        room.doubt, room.unbound_at = None, self._turn.now
         if room.failed is not None and room.failed.attempt < event.by:
             room.failed = None
         machine = room.machine
@@ -773,6 +778,9 @@ class Rooms:
             # One waits at a time; one without the placer's word makes room for one that may replace.
             others = list(room.parked.values())
             blocked = room.doubt is not None or not allowed
+            if not said and self._follows(room, live, message):
+                self._await_word(room, waiting.peer, message)
+                return
             if not said or (others and blocked):
                 text = f"attempt {live.attempt if live else 0} of decode has room {room.key.room}"
                 self._refuse(waiting.peer, transfer, TransferFailed(text).info)
@@ -793,6 +801,14 @@ class Rooms:
             self._turn.emit(Send(live.decode, Failed(live, error)))
         elif room.machine is not None:
             self._host.tell(room.machine, AbortTransfer(live, error))
+
+    @staticmethod
+    def _follows(room: Room, live: TransferId | None, message: Destination) -> bool:
+        """Whether `message` comes after an attempt that has replaced `live`, as the placer may still say."""
+        placed = room.opened.decode is not None and room.opened.retain_s is not None
+        return (
+            placed and live is not None and message.replaces is not None and message.replaces > live.attempt
+        )
 
     @staticmethod
     def _may_replace(room: Room, live: TransferId, waiting: Parked[Destination]) -> bool:
@@ -847,7 +863,7 @@ class Rooms:
         if room.ending or over or spent or not (retained or replaced or room.doubt):
             self._close(room, error, tell=False)
             return
-        room.state, room.failed = _S.EXPECTED, transfer
+        room.state, room.failed, room.unbound_at = _S.EXPECTED, transfer, self._turn.now
         if room.opened.attempt > transfer.attempt:
             room.failed = None  # the placer takes nothing of it
         if room.doubt is None:

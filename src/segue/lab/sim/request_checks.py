@@ -6,13 +6,19 @@ from typing import Any
 
 from segue.kv.ids import KVPoll, LeaderId, TransferId
 from segue.kv.protocol import events
+from segue.kv.protocol.rooms import Room, RoomState
 from segue.lab.sim.causes import Causes
 from segue.lab.sim.fair_checks import FairChecks
-from segue.lab.sim.node_views import NodeView
+from segue.lab.sim.node_views import KVView, NodeView
 from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Process, Violation, World
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item
 from segue.server.messages.control import Cancel, Replace, Submit
+from segue.server.schedulers.prefill import HELD_S
+from segue.server.schedulers.request_state import RequestState
+
+#: Prefill ends a placed room that no decode has for others that have waited `HELD_S`; it asks as often.
+FORSAKEN_S = 2 * HELD_S + 0.5
 
 
 class RequestChecks:
@@ -116,6 +122,8 @@ class RequestChecks:
         table = getattr(scheduler, "table", None)
         entries = list(table.values()) if table is not None else []
         in_flight = [e.state for e in entries if e.state.pages and not any(e.state is job for job in ready)]
+        waited_s = self.world.now - min((job.since for job in ready), default=self.world.now)
+        in_flight = [job for job in in_flight if min(waited_s, self._forsaken_s(node, job)) < FORSAKEN_S]
         queued = getattr(scheduler, "preallocation", ())
         ready += [
             e.state for e in entries if e.state in queued and e.handle.poll() is KVPoll.WAITING_FOR_INPUT
@@ -123,6 +131,16 @@ class RequestChecks:
         if ready and not in_flight:
             rooms = tuple(job.ticket.room for job in ready)
             raise Violation("17", f"{node.name} stands still: {scheduler.sizes()}", rooms)
+
+    def _forsaken_s(self, node: NodeView, job: RequestState) -> float:
+        """How long no decode has had the placed room of a computed prompt; 0 if one has it."""
+        if not isinstance(node, KVView):
+            return 0.0
+        room: Room | None = node.exchange.rooms.rooms.get(job.sent_as)
+        waits = room is not None and room.state is RoomState.EXPECTED and room.doubt is None
+        if room is None or not waits or job.phase != "in_flight" or job.direct:
+            return 0.0
+        return self.world.now - room.unbound_at
 
     def broken(self, node: NodeView, item: Item) -> None:
         """12: what the role broke on ends at once, not by its deadline; a last word is heard all the same."""

@@ -36,7 +36,7 @@ RULES: dict[int, tuple[str, ...]] = {
     3: ("refused beside a binding", "replaced", "permitted by the placer"),
     4: ("asked in doubt", "committed first", "replaced after its answer"),
     5: ("drained", "gone", "moved"),
-    6: ("destination of a closed room", "closed room opened again"),
+    6: ("destination of a closed room", "closed room opened again", "refused while it waited"),
     7: ("parked", "bound when opened", "expired"),
     8: ("registry asked", "sent on", "sent on twice", "owned by another rank"),
     9: ("bound after a commit", "evicted", "bound and not evicted", "bindings spent"),
@@ -188,12 +188,28 @@ class RoomChecks:
             self._look(node, event, effect)
         if message is not None:
             self._after(node, message, effects, before, was_closed=was_closed, live=live)
-        elif isinstance(event, events.EndRoom) and event.unbound and before is not None and not was_closed:
+        elif isinstance(event, events.EndRoom) and before is not None and not was_closed:
             self._evicted(node, event, before, effects)
         elif isinstance(event, events.ExpectRoom) and before is not None:
             self._opened(node, event, before)
+        elif isinstance(event, events.RefuseRoom) and (before is None or (closed_at and not was_closed)):
+            self._refused(node, event, effects)
         if before is not None and before.closed_at is not None and closed_at is None and before.machines:
             self._count(10, "closed before its proof")
+
+    def _refused(self, node: KVView, event: events.RefuseRoom, effects: Sequence[Any]) -> None:
+        """6: a room that its engine refuses is closed from then on; what waits for it hears the reason."""
+        expected = events.ExpectRoom(key=event.key, prompt_tokens=1, deadline=event.deadline)
+        self._rooms[node.me, event.key] = Ledger(expected, closed_at=self._world.now)
+        if left := self._waiting.get((node.me, event.key)):
+            text = f"{list(left)} wait on for room {event.key}, which is refused"
+            raise self._broken(6, node, text, event.key.room)
+        for effect in effects:
+            if isinstance(effect, events.Send) and isinstance(effect.message, Failed):
+                self._count(6, "refused while it waited")
+                if effect.message.error.code is not event.error.code:
+                    text = f"room {event.key} is refused with {event.error.code}, and says {effect.message}"
+                    raise self._broken(6, node, text, event.key.room)
 
     def _commits_late(self, node: KVView, transfer: TransferId, ledger: Ledger) -> None:
         """4: a commit counts after its binding has failed, if decode has really committed and the placer has
@@ -475,13 +491,15 @@ class RoomChecks:
 
     def _evicted(self, node: KVView, event: events.EndRoom, ledger: Ledger, effects: Sequence[Any]) -> None:
         """9: only pages that nobody has a binding for are taken back."""
+        if event.unbound_s is None:
+            return
         if ledger.live is not None or ledger.doubt is not None or ledger.commits:
             self._count(9, "bound and not evicted")
             if effects:
                 raise self._broken(9, node, f"room {event.key} was bound, and is evicted", event.key.room)
         else:
             self._count(9, "evicted")
-            if ledger.closed_at is None:
+            if ledger.closed_at is None and not event.unbound_s:
                 raise self._broken(9, node, f"room {event.key} is not evicted", event.key.room)
 
     def _opened(self, node: KVView, event: events.ExpectRoom, ledger: Ledger) -> None:

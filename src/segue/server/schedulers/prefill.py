@@ -72,12 +72,12 @@ class PrefillScheduler(Scheduler):
         self.handoffs = handoffs
         self.table: dict[RoomKey, RoleTransfer[KVSender]] = {}
         self.queue = PrefillQueue(self.cache, config.chunk_tokens)
-        #: prompts whose decode was placed again
-        self._replaced: dict[RoomKey, RoleTransfer[KVSender]] = {}
         #: rooms of direct mode that no decode has bound yet, the oldest first
         self._unbound: dict[RoomKey, RoleTransfer[KVSender]] = {}
-        #: when the oldest of them may be ended for others
+        #: when rooms that nobody has bound may be ended for others
         self._evict_at: float | None = None
+        #: when placed rooms were last asked to end
+        self._evicted_at = 0.0
         #: how many of them have ended because no decode came
         self.abandoned = 0
         self._steps: list[SequenceStep] = []
@@ -204,18 +204,21 @@ class PrefillScheduler(Scheduler):
         entry.handle.allow(state.ticket.attempt, message.ticket.attempt, message.ticket.decode, ended=True)
         state.ticket = replace(message.ticket, prefill=self.config.me, budget_s=state.ticket.budget_s)
         state.path.enter(state.phase, now, f"attempt {state.ticket.attempt}: decode {state.ticket.decode}")
-        self._replaced[state.sent_as] = entry
 
-    def _evict_replaced(self, short: RequestState, now: float) -> None:
-        """End the rooms whose next decode has not come yet, if another prompt has waited a while for what
-        they hold: else their decodes may wait for what that prompt's decode holds."""
-        due = short.since + HELD_S
-        if now < due:
-            self._evict_at = min(self._evict_at or due, due)
+    def _evict_placed(self, since: float, now: float) -> None:
+        """End the placed rooms that no decode has had for a while, if `since` as long ago others need what
+        they hold: the next decode may wait for what the decode of a waiting prompt holds, or none may come,
+        because the request has ended at a decode whose `Committed` was lost."""
+        held = [e for e in self.table.values() if e.state.phase == "in_flight" and not e.state.direct]
+        if not held:
             return
-        for entry in self._replaced.values():
-            if entry.state.phase == "in_flight":
-                entry.handle.evict(OutOfCapacity("other prompts need what this one holds").info)
+        due = max(since, self._evicted_at) + HELD_S
+        if now >= due:
+            error = OutOfCapacity("no decode has this prompt, and others need what it holds").info
+            for entry in held:
+                entry.handle.evict(error, HELD_S)
+            self._evicted_at, due = now, now + HELD_S
+        self._evict_at = min(self._evict_at or due, due)
 
     # ---- the hand-off ------------------------------------------------------------------------
 
@@ -242,7 +245,6 @@ class PrefillScheduler(Scheduler):
             case Release():
                 self.cache.release(state)
                 del self.table[change.key]
-                self._replaced.pop(change.key, None)
                 entry.handle.clear()
             case _:
                 pass
@@ -268,6 +270,8 @@ class PrefillScheduler(Scheduler):
         """Timers."""
         super().advance(now)
         self._start_unbound(now)
+        if self.admission.draining:
+            self._evict_placed(0.0, now)
 
     def plan(self, now: float) -> list[SequenceStep]:
         """The next forward: chunks of prompts whose destination is known. The cached part of a prompt is sent
@@ -276,8 +280,7 @@ class PrefillScheduler(Scheduler):
         planned = self.queue.plan(self.config.chunk_tokens, now)
         if self.queue.short is not None:
             self._evict(now)
-            if self._replaced:
-                self._evict_replaced(self.queue.short, now)
+            self._evict_placed(self.queue.short.since, now)
         for step in planned:
             state = self.admission.by_seq[step.seq_id]
             try:
