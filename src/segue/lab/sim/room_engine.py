@@ -125,8 +125,12 @@ class RoomEngine:
     # ---- prefill -----------------------------------------------------------------------------------
 
     def expect(self, room: OpenRoom, decode: LeaderId | None) -> None:
-        """Open a room, and compute its prompt."""
+        """Open a room, and compute its prompt; or refuse its request."""
         node, plan = self._node, room.plan
+        if plan.refuses:
+            error = OutOfCapacity("prefill takes no more requests", room=room.number)
+            node.manager.refuse(room.key, error.info, plan.budget_s, announce=plan.announce)
+            return
         pages = None if room.key in self.halves else self._allocate(len(plan.prompt))
         if pages is None:
             room.codes |= CONTESTED
@@ -287,6 +291,7 @@ class RoomStories:
             room = OpenRoom(plan, self._rng.getrandbits(63) or 1)
             room.comes = partial(self._claim, room)
             room.codes |= frozenset() if plan.plain else CONTESTED
+            room.codes |= {ErrorCode.OUT_OF_CAPACITY} if plan.refuses else frozenset()
             if any(claim.wrong for claim in plan.claims):
                 # Refused for its claim, beside a binding, after the end, or as another than the placed one.
                 room.codes |= {

@@ -73,6 +73,8 @@ class RoomPlan:
     #: prefill's engine opens it once more under the same key, after so many seconds
     again_s: float | None = None
     evict_s: float | None = None
+    #: prefill's engine refuses the request of this room unopened
+    refuses: bool = False
     close_s: float | None = None
 
     @property
@@ -243,6 +245,11 @@ def _open_rank(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: li
     return _first(plan, open_rank=True, **changed)
 
 
+def _refused(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: list[NodeSpec]) -> RoomPlan:
+    """Prefill's engine refuses it. Decode's destination waits for it by then, or comes later."""
+    return _first(replace(plan, refuses=True), after_s=rng.choice((-0.05, -0.003, 0.0, 0.02, 0.5)))
+
+
 def _again(rng: random.Random, plan: RoomPlan, decodes: list[str], nodes: list[NodeSpec]) -> RoomPlan:
     """Its number is used a second time."""
     return replace(plan, again_s=rng.choice((0.01, 0.2, 1.0)))
@@ -266,5 +273,6 @@ STORIES = (
     _evicted,
     _declined,
     _open_rank,
+    _refused,
     _again,
 )

@@ -305,4 +305,15 @@ SPOILED_METADATA = ("first token", "content", "prompt tokens", "lost")
 #: Calls of the engine that can break, beside the forward itself.
 ENGINE_CALLS = ("copy_out", "copy_in", "append", "close", "copy_out", "close")
 #: On what a role can raise the next time: a method of its, or `on_change` with one of these.
-ROLE_CALLS = ("submit", "cancel", "frontend_gone", "Phase", "Phase", "Release", "Quarantined", "Quarantined")
+ROLE_CALLS = (
+    "submit",
+    "cancel",
+    "replace",
+    "replace",
+    "frontend_gone",
+    "Phase",
+    "Phase",
+    "Release",
+    "Quarantined",
+    "Quarantined",
+)
