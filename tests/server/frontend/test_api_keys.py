@@ -48,7 +48,8 @@ WRONG = [
     {"Authorization": f"Bearer {KEYS[0][:-1]}"},
     {"Authorization": f"Bearer {KEYS[0]} {KEYS[1]}"},
     {"Authorization": f"Bearer {KEYS[0].upper()}"},
-    {"X-Api-Key": KEYS[0]},
+    {"X-Api-Key": "wrong"},
+    {"X-Api-Key": KEYS[0], "Authorization": "Bearer wrong"},
 ]
 
 

@@ -12,6 +12,7 @@ from test_tool_calls import ASK, CALL, TOOLS
 
 from conftest import FakeBackend, Running
 from segue.engine.request import Request
+from segue.server.frontend.messages_api import IGNORED_IN_MESSAGES, REFUSED_IN_MESSAGES, MessagesBody
 from segue.server.frontend.native import REFUSED_IN_GENERATE, REFUSED_IN_SAMPLING_PARAMS
 from segue.server.frontend.openai_types import (
     BodyReader,
@@ -24,8 +25,10 @@ from segue.server.frontend.openai_types import (
 from segue.server.frontend.params import ModelCard
 from segue.server.frontend.plan import Planner
 from segue.server.frontend.problems import BadParam
+from segue.server.frontend.responses_api import IGNORED_IN_RESPONSES, REFUSED_IN_RESPONSES, ResponsesBody
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.frontend.unsupported import (
+    IGNORED,
     REFUSED,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
@@ -99,7 +102,7 @@ def test_structured_outputs_too(name: str) -> None:
 
 
 def documented(row: str) -> set[str]:
-    line = re.search(rf"^\| {re.escape(row)} \| (.*) \|$", DOCS, re.MULTILINE)
+    line = re.search(rf"^\| {re.escape(row)} \| ([^|]*) \|$", DOCS, re.MULTILINE)
     assert line, row
     return set(re.findall(r"`(\w+)`", line[1]))
 
@@ -117,6 +120,21 @@ def test_the_page_names_exactly_what_is_built_and_refused() -> None:
     assert documented("refused in `/tokenize`") == set(REFUSED_IN_TOKENIZE)
     assert documented("refused in `/generate` (direct mode)") == set(REFUSED_IN_GENERATE)
     assert documented("refused in `sampling_params`") == set(REFUSED_IN_SAMPLING_PARAMS)
+
+
+def test_the_page_names_the_fields_of_the_other_apis() -> None:
+    def columns(row: str) -> list[set[str]]:
+        line = re.search(rf"^\| {row} \| (.*) \| (.*) \|$", DOCS, re.MULTILINE)
+        assert line, row
+        return [set(re.findall(r"`(\w+)`", column)) for column in line.groups()]
+
+    supported = [set(kind.__struct_fields__) for kind in (ResponsesBody, MessagesBody)]
+    named = columns("supported")
+    assert supported[0] == named[0] - {"disabled"}
+    assert supported[1] == named[1] - {"user_id", "user"}
+    assert columns("refused by name") == [set(REFUSED_IN_RESPONSES), set(REFUSED_IN_MESSAGES)]
+    assert columns("ignored") == [set(IGNORED_IN_RESPONSES), set(IGNORED_IN_MESSAGES)]
+    assert documented("ignored") == IGNORED
 
 
 def test_no_field_is_of_two_kinds() -> None:

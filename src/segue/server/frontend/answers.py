@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from segue.kv import FinishReason, TokenLogprob
+from segue.kv import FinishReason, SegueError, TokenLogprob
 from segue.server.frontend.generate import Piece, Sample
 from segue.server.frontend.reply_parts import Part, ReplyParser, Thought, ToolCall
 from segue.server.frontend.tokenizer import ModelTokenizer
@@ -143,6 +143,10 @@ class Answer(ABC):
     def usage_event(self) -> bytes:
         """`usage_chunk`, as the stream carries it."""
         return b"data: %b\n\n" % _encode(self.usage_chunk())
+
+    def failed(self, error: SegueError) -> bytes | None:
+        """The event of an error in its stream; None: that of its dialect."""
+        return None
 
     def add(self, index: int, piece: Piece) -> None:
         """Remember a piece for `whole`."""

@@ -32,12 +32,20 @@ from segue.kv import (
     RequestTooLarge,
     SegueError,
 )
+from segue.server.frontend.answers import Answer
 from segue.server.frontend.backend import Backend, Generator
 from segue.server.frontend.chat import chat_prompt
 from segue.server.frontend.detokenize import decode_in_pieces
 from segue.server.frontend.generate import Meter, Piece, generate
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send, request_id_of
 from segue.server.frontend.keys import ApiKeys, KeyCheck
+from segue.server.frontend.messages_api import (
+    IGNORED_IN_MESSAGES,
+    REFUSED_IN_MESSAGES,
+    MessagesAnswer,
+    MessagesBody,
+    chat_of_messages,
+)
 from segue.server.frontend.openai_types import (
     Body,
     BodyReader,
@@ -63,6 +71,13 @@ from segue.server.frontend.request_memory import (
     MemoryBudget,
     RequestMemory,
     decoded_bytes,
+)
+from segue.server.frontend.responses_api import (
+    IGNORED_IN_RESPONSES,
+    REFUSED_IN_RESPONSES,
+    ResponsesAnswer,
+    ResponsesBody,
+    chat_of_responses,
 )
 from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults
 from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
@@ -127,7 +142,12 @@ class OpenAIServer:
         self.settings = settings
         self.metrics = metrics
         self.planner = Planner(tokenizer)
-        self._reader = BodyReader()
+        self._reader = BodyReader(
+            {
+                ResponsesBody: (REFUSED_IN_RESPONSES, IGNORED_IN_RESPONSES),
+                MessagesBody: (REFUSED_IN_MESSAGES, IGNORED_IN_MESSAGES),
+            }
+        )
         self.memory = MemoryBudget(max(32 * settings.limits.max_body_bytes, MIN_BUDGET))
         # A number of thousands of digits takes as long as thousands of others.
         sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)
@@ -228,8 +248,12 @@ class OpenAIServer:
     async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, bytes]:
         """The decoded body, and as it came."""
         raw = await self.receive(call)
-        body = await self.off_loop(len(raw), lambda: self._reader.read(raw, kind))
-        self.check_model(body.model)
+        reader = self._reader
+        body, unknown = await self.off_loop(
+            len(raw), lambda: (reader.read(raw, kind), reader.unknown(raw, kind))
+        )
+        call.list_unknown(unknown)
+        self.check_model(getattr(body, "model", None))
         if isinstance(body, GenerateFields):
             body = with_header_rank(call, body)
         return body, raw
@@ -284,6 +308,52 @@ class OpenAIServer:
             )
 
         await self.serve(scope, receive, send, "completions", work)
+
+    async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: HttpCall, started: float) -> None:
+            read = await self.read(call, ResponsesBody)
+            await self.generation(
+                call, started, *await self._as_chat(call, *read, chat_of_responses, ResponsesAnswer)
+            )
+
+        await self.serve(scope, receive, send, "responses", work)
+
+    async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: HttpCall, started: float) -> None:
+            read = await self.read(call, MessagesBody)
+            if read[0].max_tokens is None:
+                raise BadParam("max_tokens: a number is needed", "max_tokens")
+            await self.generation(
+                call, started, *await self._as_chat(call, *read, chat_of_messages, MessagesAnswer)
+            )
+
+        await self.serve(scope, receive, send, "messages", work)
+
+    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: HttpCall, started: float) -> None:
+            body, raw = await self.read(call, MessagesBody)
+            chat, _, make = await self._as_chat(call, body, raw, chat_of_messages, MessagesAnswer)
+            plan = await self.plan(call, msgspec.structs.replace(chat, max_tokens=None), raw, make)
+            await call.answer(200, {"input_tokens": len(plan.samples[0].request.prompt)})
+
+        await self.serve(scope, receive, send, "count_tokens", work)
+
+    async def _as_chat(
+        self,
+        call: HttpCall,
+        body: T,
+        raw: bytes,
+        chat_of: Callable[[T], ChatBody],
+        answer_of: Callable[[Answer, T], Answer],
+    ) -> tuple[ChatBody, bytes, Callable[[ChatBody, ModelCard, str], Plan]]:
+        """A body of another API as a chat, and the plan that answers it in its own form."""
+        chat = with_header_rank(call, await self.off_loop(len(raw), lambda: chat_of(body)))
+
+        def make(chat: ChatBody, card: ModelCard, call_id: str) -> Plan:
+            plan = self.planner.chat(chat, card, call_id)
+            return Plan(answer_of(plan.answer, body), plan.stream, include_usage=True)
+
+        return chat, raw, make
 
     async def generation(
         self,
@@ -369,6 +439,7 @@ class OpenAIServer:
         self, call: HttpCall, plan: Plan, meter: Meter, budget_s: float, backend: Generator
     ) -> None:
         answer, stream = plan.answer, call.stream(stall_s=self.settings.stall_s)
+        call.failed = answer.failed
 
         def take(index: int, piece: Piece) -> Wait | None:
             if answer.keeps_streamed:
@@ -563,9 +634,15 @@ class Asgi:
 
 def build_app(api: OpenAIServer, keys: ApiKeys | None = None) -> AsgiApp:
     """The application; its routes are those of docs/http.md. With `keys` clients must show one of them."""
-    generating: dict[str, AsgiApp] = {"/v1/chat/completions": api.chat, "/v1/completions": api.completions}
+    generating: dict[str, AsgiApp] = {
+        "/v1/chat/completions": api.chat,
+        "/v1/completions": api.completions,
+        "/v1/responses": api.responses,
+        "/v1/messages": api.messages,
+    }
     routes: list[BaseRoute] = [
         *(Route(path, Asgi(handler), methods=["POST"]) for path, handler in generating.items()),
+        Route("/v1/messages/count_tokens", Asgi(api.count_tokens), methods=["POST"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
         Route("/tokenize", Asgi(api.tokenize), methods=["POST"]),

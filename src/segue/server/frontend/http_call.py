@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 
 from segue.engine.request import Wait
 from segue.kv import AbortedByClient, RequestTimeout, RequestTooLarge, SegueError
-from segue.server.frontend.problems import body_of
+from segue.server.frontend.dialects import dialect_of
 from segue.server.frontend.request_memory import SMALL_BYTES, MemoryBudget, RequestMemory
 from segue.server.frontend.trace_context import NO_TRACE
 from segue.server.http.http_exchange import EXCHANGE, Header, HttpExchange
@@ -24,6 +24,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_REQUEST_ID_CHARS = 128
+#: The header that lists fields of the body that no part of segue knows.
+UNKNOWN_FIELDS = b"x-segue-unknown-fields"
+#: Names that it lists, and characters of each.
+MAX_SHOWN, MAX_SHOWN_CHARS = 16, 64
 _LEAST_READ = 64 * 2**10
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 
@@ -73,8 +77,18 @@ class HttpCall:
         #: the client has shown an API key
         self.has_key = TENANT in scope
         self.cache_domain = str(scope.get(CACHE_DOMAIN, ""))
+        #: the form of errors, and the end of streams
+        self.dialect = dialect_of(scope.get("path", ""))
+        #: the event of an error in a stream that has begun; None: the dialect's
+        self.failed: Callable[[SegueError], bytes | None] = lambda error: None
         self._finished = False
-        self._id_header = (b"x-request-id", self.id.encode())
+        self._own_headers: tuple[Header, ...] = ((b"x-request-id", self.id.encode()),)
+
+    def list_unknown(self, names: Sequence[str]) -> None:
+        """Have the answer list names of fields that have no meaning here."""
+        if names:
+            shown = [_UNSAFE.sub("", name)[:MAX_SHOWN_CHARS] for name in names[:MAX_SHOWN]]
+            self._own_headers = (*self._own_headers, (UNKNOWN_FIELDS, ", ".join(shown).encode()))
 
     # ---- in -------------------------------------------------------------------------------------
 
@@ -157,7 +171,7 @@ class HttpCall:
             await self._exchange.drained()
         self.begun = self._finished = True
         self.status = status
-        self._exchange.answer(status, (_JSON, *headers, self._id_header), raw)
+        self._exchange.answer(status, (_JSON, *headers, *self._own_headers), raw)
 
     async def fail(self, error: SegueError) -> None:
         """Send an error: as the status if there is none yet, else as the stream's last event."""
@@ -167,7 +181,7 @@ class HttpCall:
         if self._finished:
             return  # there is nothing left to say it in
         if self.begun:
-            raw = b"data: " + _encode(body_of(error)) + b"\n\ndata: [DONE]\n\n"
+            raw = (self.failed(error) or self.dialect.event(error, self.id)) + self.dialect.done
             self._finished = True
             self._exchange.send(raw, last=True)
             return
@@ -177,7 +191,7 @@ class HttpCall:
             headers = ((b"retry-after", b"%d" % error.retry_after_s),)
         elif status in (408, 413):
             headers = ((b"connection", b"close"),)
-        await self.answer(status, body_of(error), headers=headers)
+        await self.answer(status, self.dialect.body(error, self.id), headers=headers)
 
     async def taken(self, *, stall_s: float) -> None:
         """Until the client has read most of its answer. It is cut if it reads less than `_LEAST_READ` in
@@ -200,7 +214,7 @@ class HttpCall:
         """Answer with a stream of events from now on."""
         self.begun = True
         self.status = 200
-        self._exchange.begin(200, (*_SSE, self._id_header))
+        self._exchange.begin(200, (*_SSE, *self._own_headers))
 
     def finish_stream(self) -> None:
         """Its last event is about to be sent."""
@@ -229,13 +243,13 @@ class EventStream:
         return self._drained if self._exchange.behind else None
 
     async def end(self, raw: bytes = b"") -> None:
-        """The proper end of a stream, after the events `raw`."""
+        """The proper end of a stream, after the events `raw`; the dialect ends a stream, or `raw` does."""
         if self._exchange.behind:
             await self._drained()
         if not self._call.begun:
             self._call.start_stream()
         self._call.finish_stream()
-        self._exchange.send(raw + b"data: [DONE]\n\n", last=True)
+        self._exchange.send(raw + self._call.dialect.done, last=True)
 
     async def _drained(self) -> None:
         try:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from segue.kv import ConfigError, ErrorCode, Unauthorized
+from segue.kv import ConfigError, ErrorCode
+from segue.server.frontend.dialects import dialect_of
 from segue.server.frontend.http_call import CACHE_DOMAIN, TENANT, Receive, Scope, Send, request_id_of
-from segue.server.frontend.problems import error_body
+from segue.server.frontend.problems import BadKey
 from segue.server.observe.metrics import Metrics
 from segue.server.settings.shared_config import AccessConfig
 
@@ -122,8 +123,8 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         self._metrics.finished("any", ErrorCode.UNAUTHORIZED)
-        error = Unauthorized("an API key of this server is needed: Authorization: Bearer KEY")
-        raw = msgspec.json.encode(error_body(error.info, code="invalid_api_key"))
+        error = BadKey("an API key of this server is needed: Authorization: Bearer KEY")
+        raw = msgspec.json.encode(dialect_of(scope["path"]).body(error, request_id_of(scope)))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(raw)).encode()),
@@ -135,6 +136,9 @@ class KeyCheck:
 
 
 def _authorization(scope: Scope) -> bytes:
-    """The request's only Authorization header; empty where there is none, or more than one."""
+    """The request's only Authorization header; empty where there is none, or more than one. Anthropic's
+    clients send the key in `x-api-key` instead."""
     found = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not found:
+        found = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
     return bytes(found[0]) if len(found) == 1 else b""

@@ -7,12 +7,14 @@ ignored, but not those that are known to change the answer (`unsupported`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from segue.server.frontend.problems import unparsable
 from segue.server.frontend.unsupported import (
+    IGNORED,
     REFUSED,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
@@ -179,7 +181,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
 
 
-Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 #: Fields that each kind of body refuses by name.
@@ -191,22 +193,37 @@ _REFUSED: dict[type[msgspec.Struct], Refused] = {
 }
 
 
+#: The fields that a kind of body refuses, and those that it ignores.
+OtherFields = tuple[Refused, frozenset[str]]
+
+
 class BodyReader:
     """Decoders made once. `read` raises BadParam for anything that is not a `kind`, or asks for what is not
-    built."""
+    built. `more` are kinds of other APIs, with the fields that they refuse and those that they ignore."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: Mapping[type[msgspec.Struct], OtherFields] | None = None) -> None:
+        more = more or {}
+        self._refused = {**_REFUSED, **{kind: refused for kind, (refused, _) in more.items()}}
+        types = {kind: with_refused(kind, refused) for kind, refused in self._refused.items()}
         self._decoders: dict[type, msgspec.json.Decoder[Any]] = {
-            kind: msgspec.json.Decoder(with_refused(kind, refused), float_hook=read_float)
-            for kind, refused in _REFUSED.items()
+            kind: msgspec.json.Decoder(found, float_hook=read_float) for kind, found in types.items()
         }
+        self._known = {
+            kind: frozenset(found.__struct_fields__) | (more[kind][1] if kind in more else IGNORED)
+            for kind, found in types.items()
+        }
+        self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+    def unknown(self, raw: bytes, kind: type[msgspec.Struct]) -> list[str]:
+        """The names in a body that `read` has read which are no fields of `kind`."""
+        return [name for name in self._names.decode(raw) if name not in self._known[kind]]
 
     def read(self, raw: bytes, kind: type[Body]) -> Body:
         try:
             body: Body = self._decoders[kind].decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise unparsable(error) from None
-        refuse(body, _REFUSED[kind])
+        refuse(body, self._refused[kind])
         if isinstance(body, GenerateFields):
             refuse(body.structured_outputs, REFUSED_IN_STRUCTURED_OUTPUTS, "structured_outputs.")
         return body

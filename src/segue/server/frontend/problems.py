@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from segue.kv import ErrorInfo, InvalidRequest, NotFound, SegueError, status_of
+from segue.kv import ErrorInfo, InvalidRequest, NotFound, SegueError, Unauthorized, status_of
 
 _TYPES = {
     400: "invalid_request_error",
@@ -47,6 +47,13 @@ class UnknownModel(NotFound):
     openai_code = "model_not_found"
 
 
+class BadKey(Unauthorized):
+    """No API key, or a wrong one."""
+
+    param = None
+    openai_code = "invalid_api_key"
+
+
 def unparsable(error: msgspec.DecodeError | UnicodeDecodeError | RecursionError) -> BadParam:
     """The client's view of a body that msgspec refused: the parameter named, no internals."""
     if isinstance(error, UnicodeDecodeError):
@@ -81,6 +88,6 @@ def error_body(
 
 def body_of(error: SegueError) -> dict[str, object]:
     """`error_body` of an exception, with the parameter it names."""
-    if isinstance(error, BadParam | UnknownModel):
+    if isinstance(error, BadParam | UnknownModel | BadKey):
         return error_body(error.info, param=error.param, code=error.openai_code)
     return error_body(error.info, status=error.status)

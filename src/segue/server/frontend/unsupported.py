@@ -95,6 +95,18 @@ REFUSED_IN_COMPLETIONS: Final[dict[str, tuple[object, ...]]] = {
     "top_logprobs": (),
 }
 
+#: Fields of chat and text completions that change no token, and of which no answer says anything.
+IGNORED: Final = frozenset(
+    {
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_labels", "early_stopping"),
+        *("ec_transfer_params", "guided_decoding_backend", "images_config", "kv_transfer_params"),
+        *("length_penalty", "media_io_kwargs", "metadata", "mm_processor_kwargs", "ngram_corpus_id"),
+        *("prediction", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid"),
+        *("routed_experts_start_len", "safety_identifier", "service_tier", "session_id", "store"),
+        *("stream_reasoning", "truncation_side"),
+    }
+)
+
 #: Refused in `/tokenize`.
 REFUSED_IN_TOKENIZE: Final[Refused] = {"return_token_strs": _OFF}
 

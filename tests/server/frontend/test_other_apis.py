@@ -1,0 +1,368 @@
+"""`/v1/responses` and `/v1/messages`: bodies to chats, and through the server with the official clients."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import msgspec
+import openai
+import pytest
+from test_replies import THINKING
+from test_tool_calls import ASK, CALL, TOOLS
+
+from conftest import FakeBackend, Running, make_tokenizer, serve
+from segue.kv.errors import OutOfCapacity
+from segue.server.frontend.messages_api import MessagesBody, chat_of_messages
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.responses_api import ResponsesBody, chat_of_responses
+from segue.server.frontend.tokenizer import ModelTokenizer
+
+SAID = f"<think>\nIt is in France.\n</think>\n\nI ask. {CALL}\n{CALL}"
+SCHEMA = TOOLS[0]["function"]["parameters"]
+RESPONSE_TOOLS: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}]
+MESSAGE_TOOLS: Any = [{"name": "weather", "description": "The weather", "input_schema": SCHEMA}]
+
+
+@pytest.fixture(scope="module")
+def thinker() -> ModelTokenizer:
+    return ModelTokenizer(make_tokenizer(THINKING))
+
+
+@pytest.fixture
+def spoken(thinker: ModelTokenizer) -> FakeBackend:
+    return FakeBackend(thinker, text=SAID, step=2)
+
+
+@pytest.fixture
+def running(spoken: FakeBackend, thinker: ModelTokenizer) -> Iterator[Running]:
+    with serve(spoken, thinker) as found:
+        yield found
+
+
+def claude(running: Running, key: str = "none") -> anthropic.Anthropic:
+    made = anthropic.Anthropic(base_url=running.url, api_key=key, max_retries=0)
+    return running.clients.enter_context(made)
+
+
+def chat(kind: Any, body: dict[str, Any]) -> dict[str, Any]:
+    read = chat_of_responses if kind is ResponsesBody else chat_of_messages
+    made = read(msgspec.convert(body, kind))  # type: ignore[operator]
+    return {k: v for k, v in msgspec.to_builtins(made).items() if v is not None}
+
+
+# ---- bodies -------------------------------------------------------------------------------------
+
+
+def test_a_response_of_items_is_a_chat() -> None:
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I ask."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+    ]
+    body = {
+        "model": "tiny",
+        "instructions": "You help.",
+        "input": items,
+        "tools": RESPONSE_TOOLS,
+        "tool_choice": {"type": "function", "name": "weather"},
+        "max_output_tokens": 7,
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+        "seed": 5,
+        "store": True,
+    }
+    made = chat(ResponsesBody, body)
+    system, user, said, *results = made["messages"]
+    assert system == {"role": "system", "content": "You help.\n\nBe brief."}
+    assert user["content"] == [{"type": "input_text", "text": "weather?"}]
+    assert said["reasoning_content"] == "Hm."
+    assert [call["id"] for call in said["tool_calls"]] == ["c1", "c2"]
+    assert [(r["role"], r["tool_call_id"], r["content"]) for r in results] == [
+        ("tool", "c1", "sun"),
+        ("tool", "c2", "rain"),
+    ]
+    assert made["tools"][0]["function"]["name"] == "weather"
+    assert made["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+    assert (made["max_completion_tokens"], made["reasoning_effort"], made["seed"]) == (7, "low", 5)
+    assert made["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "output": 5}]}, "input[0].output"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ],
+)
+def test_a_response_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadParam) as caught:
+        chat(ResponsesBody, {"input": "hi"} | wrong)
+    assert caught.value.param == param
+
+
+def test_messages_of_blocks_are_a_chat() -> None:
+    body = {
+        "model": "tiny",
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "You help.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "weather?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                    {"type": "text", "text": "I ask."},
+                    {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Paris"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t1",
+                        "content": [{"type": "text", "text": "sun"}],
+                    },
+                    {"type": "text", "text": "And now?"},
+                ],
+            },
+        ],
+        "stop_sequences": ["END"],
+        "tools": MESSAGE_TOOLS,
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "metadata": {"user_id": "u"},
+    }
+    made = chat(MessagesBody, body)
+    system, _, said, result, user = made["messages"]
+    assert system == {"role": "system", "content": "You help."}
+    assert (said["content"], said["reasoning_content"]) == ("I ask.", "Hm.")
+    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    assert result == {"role": "tool", "tool_call_id": "t1", "content": "sun"}
+    assert user == {"role": "user", "content": "And now?"}
+    assert (made["stop"], made["tool_choice"], made["parallel_tool_calls"]) == (["END"], "required", False)
+    assert made["chat_template_kwargs"] == {"enable_thinking": True}
+    assert (made["user"], made["continue_final_message"]) == ("u", False)
+    begun = {"messages": [*body["messages"], {"role": "assistant", "content": "It is"}]}
+    assert chat(MessagesBody, body | begun)["continue_final_message"]
+    hidden = chat(MessagesBody, body | {"thinking": {"type": "disabled"}})
+    assert (hidden["include_reasoning"], hidden["chat_template_kwargs"]) == (
+        False,
+        {"enable_thinking": False},
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"tools": [{"name": "bash", "type": "bash_20250124"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
+    ],
+)
+def test_messages_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadParam) as caught:
+        chat(MessagesBody, {"messages": ASK} | wrong)
+    assert caught.value.param == param
+
+
+# ---- Responses ----------------------------------------------------------------------------------
+
+
+def test_a_response_has_reasoning_text_and_calls_and_its_stream_the_same(running: Running) -> None:
+    client = running.openai()
+    asked: dict[str, Any] = {"model": "tiny", "input": "weather?", "tools": RESPONSE_TOOLS}
+    whole = client.responses.create(**asked)
+    assert whole.status == "completed"
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert whole.output_text == "I ask."
+    assert whole.usage is not None
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    assert [event.sequence_number for event in events] == sorted(e.sequence_number for e in events)
+    assert {e.type for e in events} >= {
+        "response.created",
+        "response.output_item.added",
+        "response.output_text.delta",
+        "response.function_call_arguments.done",
+        "response.reasoning_text.delta",
+        "response.completed",
+    }
+
+    def shown(response: Any) -> list[dict[str, Any]]:
+        items = json.loads(response.model_dump_json())["output"]
+        for item in items:
+            for name in ("id", "call_id", "parsed_arguments"):
+                item.pop(name, None)
+            for part in item.get("content") or []:
+                part.pop("parsed", None)
+        return items
+
+    assert shown(streamed) == shown(whole)
+    assert streamed.usage == whole.usage
+    (call, _) = (item for item in whole.output if item.type == "function_call")
+    assert json.loads(call.arguments) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_is_cut_says_so(running: Running, stream: bool) -> None:
+    body = {"model": "tiny", "input": "hi", "max_output_tokens": 30, "stream": stream}
+    answer = running.post("/v1/responses", body)
+    if stream:
+        *_, last = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert (last["type"], answer.text.count("[DONE]")) == ("response.incomplete", 0)
+        found = last["response"]
+    else:
+        found = answer.json()
+    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert found["output"][-1]["status"] == "incomplete"
+
+
+def test_a_stream_of_a_response_that_fails_ends_with_the_reason(
+    running: Running, spoken: FakeBackend
+) -> None:
+    spoken.error_at, spoken.error = 6, OutOfCapacity("full")
+    events = list(running.openai().responses.create(model="tiny", input="hi", stream=True))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert "full" in events[-1].response.error.message
+    spoken.error_at = 0
+    with pytest.raises(openai.RateLimitError):
+        running.openai().responses.create(model="tiny", input="hi", stream=True)
+
+
+@pytest.mark.parametrize("field", [{"previous_response_id": "resp_1"}, {"background": True}])
+def test_what_needs_a_memory_is_refused(running: Running, field: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        running.openai().responses.create(model="tiny", input="hi", **field)
+    assert caught.value.param == next(iter(field))
+
+
+# ---- Messages -----------------------------------------------------------------------------------
+
+
+def test_a_message_has_blocks_and_its_stream_the_same(running: Running) -> None:
+    client = claude(running)
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 250,
+        "system": "You help.",
+        "messages": ASK,
+        "tools": MESSAGE_TOOLS,
+    }
+    whole = client.messages.create(**asked)
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert whole.stop_reason == "tool_use"
+    use = whole.content[-1]
+    assert use.type == "tool_use"
+    assert use.input == {"city": "Paris"}
+    with client.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == "I ask."
+        streamed = stream.get_final_message()
+
+    def shown(message: Any) -> list[dict[str, Any]]:
+        return [
+            {k: v for k, v in block.items() if k != "id"}
+            for block in json.loads(message.model_dump_json())["content"]
+        ]
+
+    assert shown(streamed) == shown(whole)
+    assert streamed.stop_reason == "tool_use"
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+    assert (whole.usage.cache_read_input_tokens, streamed.usage.cache_read_input_tokens) == (1, 1)
+    counted = client.messages.count_tokens(**{k: v for k, v in asked.items() if k != "max_tokens"})
+    assert counted.input_tokens == whole.usage.input_tokens + 1
+
+
+@pytest.mark.parametrize(
+    ("more", "reason", "sequence"),
+    [
+        ({"max_tokens": 40}, "max_tokens", None),
+        ({"max_tokens": 300, "stop_sequences": ["ask"]}, "stop_sequence", "ask"),
+        ({"max_tokens": 300}, "end_turn", None),
+        # The grammar's text is whatever the backend says; the call has no JSON, and the reason says why.
+        (
+            {"max_tokens": 5, "tools": MESSAGE_TOOLS, "tool_choice": {"type": "tool", "name": "weather"}},
+            "max_tokens",
+            None,
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_why_a_message_ends(
+    running: Running, more: dict[str, Any], reason: str, sequence: str | None, stream: bool
+) -> None:
+    client = claude(running)
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASK, **more}
+    if stream:
+        with client.messages.stream(**asked) as streaming:
+            found = streaming.get_final_message() if "tools" not in more else None
+        if found is None:
+            raw = running.post("/v1/messages", asked | {"stream": True}).text
+            assert '"stop_reason":"max_tokens"' in raw
+            assert '"type":"tool_use"' in raw
+            return
+    else:
+        found = client.messages.create(**asked)
+    assert (found.stop_reason, found.stop_sequence) == (reason, sequence)
+
+
+def test_errors_have_the_form_of_their_api(running: Running, spoken: FakeBackend) -> None:
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        claude(running).messages.create(model="other", max_tokens=5, messages=ASK)
+    body: Any = missing.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    wrong = running.post("/v1/messages", {"messages": ASK})
+    assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "max_tokens" in wrong.json()["error"]["message"]
+    spoken.error_at, spoken.error = 6, OutOfCapacity("full")
+    with (
+        pytest.raises(anthropic.APIStatusError, match="full"),
+        claude(running).messages.stream(model="tiny", max_tokens=300, messages=ASK) as stream,
+    ):
+        stream.get_final_message()
+
+
+def test_the_key_of_anthropics_clients_is_taken(thinker: ModelTokenizer, spoken: FakeBackend) -> None:
+    with serve(spoken, thinker, keys=["right"]) as running:
+        assert claude(running, "right").messages.create(model="tiny", max_tokens=5, messages=ASK).id
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            claude(running, "wrong").messages.create(model="tiny", max_tokens=5, messages=ASK)
+        body: Any = caught.value.body
+        assert body["error"]["type"] == "authentication_error"
+
+
+# ---- names that nobody knows --------------------------------------------------------------------
+
+
+def test_unknown_names_are_listed_in_a_header(running: Running) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": ASK, "temprature": 0, "store": True, "x\r\ny": 1}
+    for stream in (False, True):
+        answer = running.post("/v1/chat/completions", body | {"stream": stream})
+        assert answer.status_code == 200
+        assert answer.headers["x-segue-unknown-fields"] == "temprature, xy"
+    for path in ("/v1/responses", "/v1/messages"):
+        answer = running.post(path, {"input": "x", "messages": ASK, "max_tokens": 2, "nothing": 1})
+        assert "nothing" in answer.headers["x-segue-unknown-fields"]
+    many = body | {f"n{i}": i for i in range(100)}
+    assert len(running.post("/v1/chat/completions", many).headers["x-segue-unknown-fields"]) < 400
+    assert "x-segue-unknown-fields" not in running.post("/v1/chat/completions", {"messages": ASK}).headers
