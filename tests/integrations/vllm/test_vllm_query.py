@@ -67,6 +67,27 @@ def test_a_second_rank_is_named_while_it_lives(secret: bytes) -> None:
     asyncio.run(scenario_of_a_second_rank(secret))
 
 
+async def scenario_of_a_successor() -> None:
+    first, old, new = address(1001), address(1002), address(1003)
+    async with served(first) as port:
+        telling = []
+        for one in (old, new):
+            telling.append(asyncio.create_task(announce(HOST, port, 1, one, b"")))
+            await until(port, lambda found, one=one: str(one.port) in str(found.get("1")))
+        # The old worker says it again: the connection of before had been lost.
+        again = asyncio.create_task(announce(HOST, port, 1, old, b""))
+        await until(port, lambda found: str(old.port) in str(found.get("1")))
+        for task in (telling[0], again):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await until(port, lambda found: str(new.port) in str(found.get("1")))
+        assert await session_port(HOST, port, new.leader, WITHIN_S) == new.port
+
+
+def test_a_rank_is_named_when_its_predecessor_that_came_back_is_gone() -> None:
+    asyncio.run(scenario_of_a_successor())
+
+
 async def scenario_of_a_stranger() -> None:
     first = address(1001)
     async with served(first, SECRET) as port:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,7 @@ from vllm_bench import LOST, TO_PREFILL, request
 from vllm_pair import CPU_ATTN, Pair, TensorWorker, expected, make_caches
 
 from ports import HeldPort
+from segue.integrations.vllm import vllm_rank
 from segue.integrations.vllm.vllm_memory import cache_pool
 from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
@@ -25,11 +28,11 @@ from segue.integrations.vllm.vllm_orders import (
 )
 from segue.integrations.vllm.vllm_params import engine_id
 from segue.integrations.vllm.vllm_query import session_port
-from segue.integrations.vllm.vllm_rank import WorkerPlace, lead
+from segue.integrations.vllm.vllm_rank import RankSide, Share, WorkerPlace, before_ranks_meet, lead
 from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
 from segue.integrations.vllm.vllm_table import RequestEnd
 from segue.integrations.vllm.vllm_worker import WorkerSide
-from segue.kv import ChecksumMode, ConfigError, Internal, PeerRestarted, Role, RoomKey
+from segue.kv import BootstrapTimeout, ChecksumMode, ConfigError, Internal, PeerRestarted, Role, RoomKey
 
 
 @pytest.fixture
@@ -320,6 +323,36 @@ def test_the_first_data_parallel_rank_answers_query_for_the_others(stack: ExitSt
             except PeerRestarted:  # it has not said yet where it is
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
+
+
+def second_rank(share: Share) -> RankSide:
+    caches, _ = make_caches(heads=1)
+    place = WorkerPlace(tensor_rank=1, tensor_ranks=2)
+    pool = cache_pool(caches, replace(CPU_ATTN, tensor_rank=1, tensor_ranks=2))
+    return RankSide(Role.DECODE, ConnectorSettings(transport=["tcp"]), b"", "m", pool, place, share)
+
+
+def test_an_error_of_the_first_rank_is_that_of_all() -> None:
+    shared: Future[Any] = Future()
+
+    def share(value: Any) -> Any:
+        if value is not None:
+            shared.set_result(value)
+        return shared.result(20)
+
+    first = before_ranks_meet(share, WorkerPlace(tensor_ranks=2))
+    with pytest.raises(ConfigError, match="unknown backend"), first:
+        raise ConfigError("unknown backend")
+    with pytest.raises(ConfigError, match="unknown backend"):
+        second_rank(share)
+
+
+def test_a_rank_does_not_wait_for_ever_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_rank, "_MEET_S", 0.05)
+    ends = threading.Event()
+    with pytest.raises(BootstrapTimeout, match="did not meet"):
+        second_rank(lambda _: ends.wait(20))
+    ends.set()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -41,7 +41,7 @@ from segue.integrations.vllm.vllm_memory import cache_pool
 from segue.integrations.vllm.vllm_orders import Report, decode_orders, decode_reports, encode
 from segue.integrations.vllm.vllm_params import PeerAddress
 from segue.integrations.vllm.vllm_prefill_table import PrefillTable
-from segue.integrations.vllm.vllm_rank import RankSide, WorkerPlace, lead
+from segue.integrations.vllm.vllm_rank import RankSide, WorkerPlace, before_ranks_meet, lead
 from segue.integrations.vllm.vllm_settings import LoadFailurePolicy, check_engine, parse_settings
 from segue.integrations.vllm.vllm_shared_pool import SharedPoolMode
 from segue.integrations.vllm.vllm_stats import SeguePromMetrics, SegueStats, StatsRecorder
@@ -218,10 +218,11 @@ class SegueConnector(KVConnectorBase_V1):
         place = WorkerPlace(int(parallel.data_parallel_index), group.rank_in_group, group.world_size)
         if place.tensor_ranks > 1 and get_kv_transfer_group() is not self:
             raise ConfigError("MultiConnector with --tensor-parallel-size: it waits for reports of each rank")
-        facts = cache_facts(
-            self._vllm_config, self._kv_cache_config, next(iter(kv_caches)), place.tensor_rank
-        )
-        pool = cache_pool(kv_caches, facts, self._shared.memory)
+        with before_ranks_meet(group.broadcast_object, place):
+            facts = cache_facts(
+                self._vllm_config, self._kv_cache_config, next(iter(kv_caches)), place.tensor_rank
+            )
+            pool = cache_pool(kv_caches, facts, self._shared.memory)
         common = (self._segue_role, self._settings, self._secret, model_identity(self._weights, facts.dtype))
         if place.tensor_rank:
             self._worker = RankSide(*common, pool, place, group.broadcast_object)

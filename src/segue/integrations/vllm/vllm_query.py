@@ -48,29 +48,31 @@ class _Announcement(msgspec.Struct, frozen=True):
 
 
 class RankDirectory:
-    """The data-parallel ranks of one prefill instance, by their numbers."""
+    """The data-parallel ranks of one prefill instance, by their numbers. If several workers say to be the
+    same rank, the last one counts; when it is gone, the one before it."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _DpRankEntry] = {}
+        self._entries: dict[int, list[_DpRankEntry]] = {}
 
     def add(self, rank: int, address: SessionAddress) -> None:
         """The rank's leader is at `address`."""
-        self._entries[rank] = _entry(address)
+        self._entries[rank] = [_entry(address)]
 
     def answer(self) -> bytes:
         """The body of the answer to `GET /query`."""
-        return msgspec.json.encode(self._entries)
+        return msgspec.json.encode({rank: entries[-1] for rank, entries in self._entries.items()})
 
     def announced(self, announcement: _Announcement) -> Callable[[], None] | None:
         """Keep what a rank says of itself; returns how to forget it, None if there are too many."""
         rank, entry = announcement.rank, announcement.entry
-        if rank not in self._entries and len(self._entries) >= _MAX_RANKS:
+        if sum(map(len, self._entries.values())) >= _MAX_RANKS:
             return None
-        self._entries[rank] = entry
+        self._entries.setdefault(rank, []).append(entry)
 
         def forget() -> None:
-            if self._entries.get(rank) is entry:
-                del self._entries[rank]
+            left = [other for other in self._entries.pop(rank) if other is not entry]
+            if left:
+                self._entries[rank] = left
 
         return forget
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+
+import msgspec
 
 from segue.integrations.vllm.vllm_memory import CachePool
 from segue.integrations.vllm.vllm_orders import Order, Report, SendOrder
@@ -19,8 +23,11 @@ from segue.kv import (
     HOST,
     KINDS,
     USABLE,
+    BootstrapTimeout,
     ConfigError,
+    ErrorInfo,
     Incarnation,
+    Internal,
     KVConfig,
     LeaderId,
     Rank,
@@ -42,7 +49,8 @@ log = logging.getLogger("segue.vllm")
 #: vLLM's workers reach this point within moments of each other: all have allocated their KV cache.
 _MEET_S = 60.0
 
-#: Gives the value of rank 0 to all ranks, as vLLM's `broadcast_object` does; others call it with None.
+#: Gives the value of rank 0 to all ranks, as vLLM's `broadcast_object` does; others call it with None. The
+#: value: the leader's incarnation and its invitation; or no incarnation, and the record of an error.
 Share = Callable[[tuple[str, bytes] | None], tuple[str, bytes]]
 
 
@@ -101,15 +109,46 @@ def worker_config(
     )
 
 
+@contextmanager
+def before_ranks_meet(share: Share, place: WorkerPlace) -> Iterator[None]:
+    """The work of each rank before `lead` and `RankSide`: if it fails on rank 0, the others raise the same
+    error instead of waiting."""
+    try:
+        yield
+    except Exception as error:
+        if place.tensor_ranks > 1 and not place.tensor_rank:
+            known = error if isinstance(error, SegueError) else Internal(f"rank 0 has failed: {error!r}")
+            _share(share, ("", msgspec.json.encode(known.info)))
+        raise
+
+
+def _share(share: Share, value: tuple[str, bytes] | None) -> tuple[str, bytes]:
+    """Call `share`, to which vLLM gives no deadline, on a thread that may wait for ever."""
+    done: Future[tuple[str, bytes]] = Future()
+
+    def call() -> None:
+        try:
+            done.set_result(share(value))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=call, name="segue-meet", daemon=True).start()
+    try:
+        return done.result(_MEET_S)
+    except TimeoutError:
+        raise BootstrapTimeout(f"the ranks of this engine did not meet within {_MEET_S:g} s") from None
+
+
 def lead(share: Share, place: WorkerPlace, cpus: Sequence[int] = ()) -> tuple[LeaderId, list[Rank]]:
     """Meet the other ranks of this engine, on rank 0; `cpus` as in `cpus_of_parent`. Raises BootstrapTimeout,
     which names those that did not come."""
     me = LeaderId(new_incarnation())
     if place.tensor_ranks == 1:
         return me, []
-    listener = RankListener()
+    with before_ranks_meet(share, place):
+        listener = RankListener()
     try:
-        share((me.incarnation, listener.invitation))
+        _share(share, (me.incarnation, listener.invitation))
         socks = listener.accept(range(1, place.tensor_ranks), _MEET_S)
     finally:
         listener.close()
@@ -119,7 +158,7 @@ def lead(share: Share, place: WorkerPlace, cpus: Sequence[int] = ()) -> tuple[Le
 
 class RankSide:
     """The worker of a rank above 0: it has KV heads, and decides nothing. Raises what `worker_config` does,
-    and BootstrapTimeout if rank 0 is not there."""
+    the error of rank 0 if that has failed, and BootstrapTimeout if it is not there."""
 
     def __init__(
         self,
@@ -131,7 +170,9 @@ class RankSide:
         place: WorkerPlace,
         share: Share,
     ) -> None:
-        incarnation, invitation = share(None)
+        incarnation, invitation = _share(share, None)
+        if not incarnation:
+            raise msgspec.json.decode(invitation, type=ErrorInfo).exception()
         me = LeaderId(Incarnation(incarnation))
         config = worker_config(role, settings, secret, model, pool, place, me)
         self._lost: SegueError | None = None
