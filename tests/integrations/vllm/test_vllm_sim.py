@@ -56,7 +56,5 @@ def test_a_seed_is_the_same_run() -> None:
 )
 def test_a_bug_ends_the_run(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, text: str) -> None:
     monkeypatch.setattr(kind, name, lambda *_: False)
-    outcomes = (run(seed) for seed in range(40))
-    found = next((outcome for outcome in outcomes if outcome.failed), None)
-    assert found is not None
-    assert text in found.text
+    # Another assert may be the first one in some of the runs.
+    assert any(text in run(seed).text for seed in range(40))
