@@ -449,7 +449,7 @@ class KVManager(Handles):
     def paths(self) -> dict[str, PathSpeed]:
         """The traffic on the path to each live peer, by its name; peers that are still choosing a transport
         have none."""
-        return {str(leader): peer.speed for leader, peer in self._peers.items() if not peer.choosing}
+        return {str(leader): peer.speed for leader, peer in list(self._peers.items()) if not peer.choosing}
 
     # ---- sessions with peer leaders (SessionHandler) -----------------------------------------
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -319,6 +320,22 @@ def test_two_handles_of_one_transfer_are_refused() -> None:
         receive(decode.manager, transfer, 8, DEADLINE_S)
         with pytest.raises(InvalidRequest, match="a room of its own"):
             receive(decode.manager, transfer, 8, DEADLINE_S)
+
+
+def test_any_thread_may_ask_for_the_sizes_while_rooms_come_and_go() -> None:
+    """The I/O thread changes the tables meanwhile; the thread that asks changes nothing."""
+    limits = msgspec.structs.replace(LIMITS, max_transfers=2_500)
+    with sides(limits=limits) as (prefill, decode):
+        pause = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for count in range(0, 2_400, 8):
+                for _ in range(8):  # opened on the I/O thread while this one counts
+                    expect(prefill.manager, TransferId(new_room(), 0, prefill.me, decode.me), 8, DEADLINE_S)
+                for _ in range(4):
+                    assert 0 <= prefill.manager.sizes()["rooms"] <= count + 8
+        finally:
+            sys.setswitchinterval(pause)
 
 
 def test_a_manager_that_never_started_can_be_closed() -> None:

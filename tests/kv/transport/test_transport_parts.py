@@ -16,7 +16,7 @@ from areas import whole
 from library_double import DoubleTransport
 from ranks import make_shm, make_tcp, options, rank
 from segue.kv.errors import ConfigError, Internal, OutOfCapacity, PeerRefused, TransferFailed
-from segue.kv.ids import Incarnation, LeaderId, RankId
+from segue.kv.ids import Incarnation, LeaderId, RankId, new_incarnation
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.transport import kinds
 from segue.kv.transport.base import (
@@ -457,6 +457,16 @@ def test_ended_forgets_only_the_oldest() -> None:
         ended.add("a", epoch)
     assert [("a", e) in ended for e in (1, 2, 3)] == [False, True, True]
     assert ("b", 3) not in ended
+
+
+def test_a_dead_transport_tells_each_peer_once_in_the_order_given() -> None:
+    """In each process in the same order, as a set would not."""
+    told: list[RankId] = []
+    emitter = EventEmitter("x", lambda event: told.append(event.peer))
+    peers = [RankId(LeaderId(new_incarnation(), rank), 0) for rank in range(20)]
+    emitter.fail(RuntimeError("a bug"))
+    emitter.all_gone(iter([*peers, *peers[::-1]]))
+    assert told == peers
 
 
 def test_the_books_of_paths_keep_the_one_that_is_open() -> None:

@@ -228,18 +228,19 @@ class Exchange:
         ]
 
     def sizes(self) -> dict[str, int]:
-        """How much is in every table; all zero at rest without peers."""
-        self._deadlines.next()
+        """How much is in every table; all zero at rest without peers. It changes nothing, and copies each
+        table in one step, so any thread may ask."""
+        rooms, machines = list(self.rooms.rooms.values()), list(self.machines.values())
         return {
-            "transfers": len(self.machines),
+            "transfers": len(machines),
             "rooms": self.rooms.open,
             **self._receptions.sizes(),
-            "early": sum(len(room.parked) for room in self.rooms.rooms.values()),
+            "early": sum(len(room.parked) for room in rooms),
             "ended": len(self._tombstones.ended) + len(self.rooms.rooms) - self.rooms.open,
             "epochs": len(self._epochs),
             "peers": len(self.links),
-            "deadlines": len(self._deadlines),
-            "quarantined": sum(m.phase is KVPoll.FAILED for m in self.machines.values()),
+            "deadlines": self._deadlines.live,
+            "quarantined": sum(m.phase is KVPoll.FAILED for m in machines),
         }
 
     def quarantined_pages(self) -> int:

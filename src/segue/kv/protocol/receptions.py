@@ -354,6 +354,7 @@ class Receptions:
             reception.moving_to = effect.dp_rank
 
     def sizes(self) -> dict[str, int]:
-        """Receivers, and how many of them have no hand-off (yet)."""
-        waiting = sum(reception.machine is None for reception in self.receptions.values())
-        return {"receivers": len(self.receptions), "open_receivers": waiting}
+        """Receivers, and how many of them have no hand-off (yet). Any thread may ask."""
+        receptions = list(self.receptions.values())
+        waiting = sum(reception.machine is None for reception in receptions)
+        return {"receivers": len(receptions), "open_receivers": waiting}

@@ -64,5 +64,7 @@ class EventEmitter:
         while self._pending:
             self._next()
         error = Internal(self.failure)
-        for peer in peers:
+        for peer in dict.fromkeys(
+            peers
+        ):  # in their order: the order of a set differs from process to process
             self.emit(PeerGone(peer, False, error))

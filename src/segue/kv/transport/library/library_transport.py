@@ -247,7 +247,7 @@ class LibraryTransport(Transport):
 
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
-        self._emitter.all_gone({*self._paths.of, *self._receiving.of})
+        self._emitter.all_gone((*self._paths.of, *self._receiving.of))
 
     def _release(self) -> None:
         """The loop's last call."""

@@ -520,7 +520,7 @@ class StagedTransport(Transport):
 
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
-        self._emitter.all_gone({*self._paths.of, *self._readers})
+        self._emitter.all_gone((*self._paths.of, *self._readers))
 
     def _release(self) -> None:
         """The loop's last call."""

@@ -164,7 +164,7 @@ class TcpTransport(Transport):
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
         incoming = self._incoming.groups if self._incoming is not None else ()
-        self._emitter.all_gone(dict.fromkeys((*self._paths.of, *incoming)))
+        self._emitter.all_gone((*self._paths.of, *incoming))
 
     def _release(self) -> None:
         for path in self._paths.of.values():
