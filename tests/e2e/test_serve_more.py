@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import psutil
@@ -225,6 +226,41 @@ def test_a_round_of_tool_calls(client: openai.OpenAI, choice: Any) -> None:
     ).choices
     assert told.message.content
     assert not told.message.tool_calls
+
+
+def test_a_round_of_responses_and_of_messages(client: openai.OpenAI) -> None:
+    """The grammar forces the calls, so that random weights make them."""
+    tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+    common: dict[str, Any] = {"model": "tiny", "tools": [tool], "extra_body": {"seed": 2}}
+    made = client.responses.create(**common, input="weather?", tool_choice="required", max_output_tokens=800)
+    calls = [item for item in made.output if item.type == "function_call"]
+    assert calls
+    assert json.loads(calls[0].arguments)["city"] in ("Paris", "Rome")
+    told: list[Any] = [{"role": "user", "content": "weather?"}]
+    told += [item.model_dump(exclude_none=True) for item in made.output]
+    told += [{"type": "function_call_output", "call_id": call.call_id, "output": "sun"} for call in calls]
+    with client.responses.stream(**common, input=told, tool_choice="none", max_output_tokens=8) as stream:
+        for event in stream:
+            last = event.type
+        assert last in ("response.completed", "response.incomplete")
+    url = str(client.base_url).removesuffix("/v1/")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude:
+        shown: Any = [{"name": "weather", "input_schema": SCHEMA}]
+        ask: Any = [{"role": "user", "content": "weather?"}]
+        message = claude.messages.create(
+            model="tiny", max_tokens=800, messages=ask, tools=shown, tool_choice={"type": "any"}
+        )
+        assert message.stop_reason == "tool_use"
+        uses = [block for block in message.content if block.type == "tool_use"]
+        assert uses[0].input["city"] in ("Paris", "Rome")
+        ask += [{"role": "assistant", "content": [block.model_dump() for block in uses]}]
+        results = [{"type": "tool_result", "tool_use_id": use.id, "content": "sun"} for use in uses]
+        ask += [{"role": "user", "content": results}]
+        none: Any = {"type": "none"}
+        with claude.messages.stream(
+            model="tiny", max_tokens=8, messages=ask, tools=shown, tool_choice=none
+        ) as streamed:
+            assert streamed.get_final_message().stop_reason in ("max_tokens", "end_turn")
 
 
 # ---- models ----------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from segue.server.frontend.unsupported import (
     REFUSED,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_STREAM_OPTIONS,
     REFUSED_IN_STRUCTURED_OUTPUTS,
     REFUSED_IN_TOKENIZE,
 )
@@ -98,6 +99,13 @@ def test_structured_outputs_too(name: str) -> None:
     read(ChatBody, CHAT | {"structured_outputs": {"regex": "a", name: None}})
 
 
+def test_stream_options_too() -> None:
+    with pytest.raises(BadParam) as caught:
+        read(ChatBody, CHAT | {"stream_options": {"include_obfuscation": True}})
+    assert caught.value.param == "stream_options.include_obfuscation"
+    read(ChatBody, CHAT | {"stream": True, "stream_options": {"include_obfuscation": False}})
+
+
 # ---- the page that says it ----------------------------------------------------------------------
 
 
@@ -108,14 +116,15 @@ def documented(row: str) -> set[str]:
 
 
 def test_the_page_names_exactly_what_is_built_and_refused() -> None:
-    both = set(GenerateFields.__struct_fields__)
+    both, fields = set(GenerateFields.__struct_fields__), set(StreamOptions.__struct_fields__)
     assert documented("supported in both") == both
     assert documented("supported in chat") == set(ChatBody.__struct_fields__) - both
     assert documented("supported in text completions") == set(CompletionBody.__struct_fields__) - both
     assert documented("refused by name") == set(REFUSED)
     assert documented("refused in chat") == set(REFUSED_IN_CHAT)
     assert documented("refused in text completions") == set(REFUSED_IN_COMPLETIONS)
-    assert documented("supported in `stream_options`") == set(StreamOptions.__struct_fields__)
+    assert documented("supported in `stream_options`") == fields - set(REFUSED_IN_STREAM_OPTIONS)
+    assert documented("refused in `stream_options`") == set(REFUSED_IN_STREAM_OPTIONS)
     assert documented("refused in `structured_outputs`") == set(REFUSED_IN_STRUCTURED_OUTPUTS)
     assert documented("refused in `/tokenize`") == set(REFUSED_IN_TOKENIZE)
     assert documented("refused in `/generate` (direct mode)") == set(REFUSED_IN_GENERATE)

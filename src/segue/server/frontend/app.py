@@ -10,13 +10,13 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from segue import __version__
@@ -55,6 +55,7 @@ from segue.server.frontend.openai_types import (
     GenerateFields,
     TokenizeBody,
 )
+from segue.server.frontend.openapi import Operation, document, page
 from segue.server.frontend.params import (
     ModelCard,
     cache_salt,
@@ -536,6 +537,18 @@ class OpenAIServer:
             return self._json(request, error_body(error, param="model", code="model_not_found"), 404)
         return self._json(request, self.model_object())
 
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        return self._json(request, self.tokenizer.info() | {"max_model_len": self.card().context_tokens})
+
+    async def load(self, request: HttpRequest) -> Response:
+        return self._json(request, {"server_load": self.calls})
+
+    async def openapi(self, request: HttpRequest) -> Response:
+        return self._json(request, document(OPERATIONS, self._reader.refused, __version__))
+
+    async def docs(self, request: HttpRequest) -> Response:
+        return HTMLResponse(page(OPERATIONS, self._reader.refused, __version__))
+
     async def health(self, request: HttpRequest) -> Response:
         return self._json(request, {"status": "ok"})
 
@@ -632,29 +645,64 @@ class Asgi:
         await self._handler(scope, receive, send)
 
 
-def build_app(api: OpenAIServer, keys: ApiKeys | None = None) -> AsgiApp:
-    """The application; its routes are those of docs/http.md. With `keys` clients must show one of them."""
-    generating: dict[str, AsgiApp] = {
+#: The endpoints, for `/openapi.json` and `/docs`.
+OPERATIONS: Final = (
+    Operation("/v1/chat/completions", "POST", "OpenAI chat", ChatBody),
+    Operation("/v1/completions", "POST", "OpenAI text completions", CompletionBody),
+    Operation("/v1/responses", "POST", "OpenAI Responses, without state on the server", ResponsesBody),
+    Operation("/v1/messages", "POST", "Anthropic Messages", MessagesBody),
+    Operation("/v1/messages/count_tokens", "POST", "the tokens of a message's prompt", MessagesBody),
+    Operation("/tokenize", "POST", "text or messages to token ids", TokenizeBody),
+    Operation("/detokenize", "POST", "token ids to text", DetokenizeBody),
+    Operation("/v1/models", "GET", "the served model and its context"),
+    Operation("/v1/models/{name}", "GET", "the same of one name"),
+    Operation("/tokenizer_info", "GET", "the tokenizer: templates, special tokens, sizes"),
+    Operation("/load", "GET", "requests that are being answered"),
+    Operation("/health", "GET", "200 while the process is alive"),
+    Operation("/ready", "GET", "200 once a generation has passed through the current workers"),
+    Operation("/version", "GET", "the version"),
+    Operation("/integrity", "GET", "counts of this process"),
+    Operation("/metrics", "GET", "Prometheus text"),
+    Operation("/openapi.json", "GET", "this list, for programs"),
+    Operation("/docs", "GET", "this list, for people"),
+)
+
+
+def _generating(api: OpenAIServer) -> dict[str, AsgiApp]:
+    return {
         "/v1/chat/completions": api.chat,
         "/v1/completions": api.completions,
         "/v1/responses": api.responses,
         "/v1/messages": api.messages,
     }
-    routes: list[BaseRoute] = [
-        *(Route(path, Asgi(handler), methods=["POST"]) for path, handler in generating.items()),
+
+
+def routes(api: OpenAIServer) -> list[BaseRoute]:
+    """The routes of the server; docs/http.md lists them."""
+    return [
+        *(Route(path, Asgi(handler), methods=["POST"]) for path, handler in _generating(api).items()),
         Route("/v1/messages/count_tokens", Asgi(api.count_tokens), methods=["POST"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
         Route("/tokenize", Asgi(api.tokenize), methods=["POST"]),
         Route("/detokenize", Asgi(api.detokenize), methods=["POST"]),
+        Route("/tokenizer_info", api.tokenizer_info, methods=["GET"]),
+        Route("/load", api.load, methods=["GET"]),
+        Route("/openapi.json", api.openapi, methods=["GET"]),
+        Route("/docs", api.docs, methods=["GET"]),
         Route("/health", api.health, methods=["GET"]),
         Route("/ready", api.ready, methods=["GET"]),
         Route("/version", api.version, methods=["GET"]),
         Route("/integrity", api.integrity, methods=["GET"]),
         Route("/metrics", api.scrape, methods=["GET"]),
     ]
+
+
+def build_app(api: OpenAIServer, keys: ApiKeys | None = None) -> AsgiApp:
+    """The application; its routes are those of docs/http.md. With `keys` clients must show one of them."""
+    generating = _generating(api)
     rest = Starlette(
-        routes=routes,
+        routes=routes(api),
         exception_handlers={404: api.http_error, 405: api.http_error, HTTPException: api.http_error},
     )
 
@@ -666,4 +714,4 @@ def build_app(api: OpenAIServer, keys: ApiKeys | None = None) -> AsgiApp:
     return KeyCheck(app, keys, api.metrics) if keys else app
 
 
-__all__ = ["Asgi", "OpenAIServer", "OpenAIServerSettings", "build_app"]
+__all__ = ["OPERATIONS", "Asgi", "OpenAIServer", "OpenAIServerSettings", "build_app", "routes"]

@@ -18,6 +18,7 @@ from segue.server.frontend.unsupported import (
     REFUSED,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_STREAM_OPTIONS,
     REFUSED_IN_STRUCTURED_OUTPUTS,
     REFUSED_IN_TOKENIZE,
     Refused,
@@ -43,6 +44,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Any = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
@@ -214,6 +216,11 @@ class BodyReader:
         }
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
+    @property
+    def refused(self) -> Mapping[type[msgspec.Struct], Refused]:
+        """The fields that each kind of body refuses by name."""
+        return self._refused
+
     def unknown(self, raw: bytes, kind: type[msgspec.Struct]) -> list[str]:
         """The names in a body that `read` has read which are no fields of `kind`."""
         return [name for name in self._names.decode(raw) if name not in self._known[kind]]
@@ -226,4 +233,5 @@ class BodyReader:
         refuse(body, self._refused[kind])
         if isinstance(body, GenerateFields):
             refuse(body.structured_outputs, REFUSED_IN_STRUCTURED_OUTPUTS, "structured_outputs.")
+            refuse(body.stream_options, REFUSED_IN_STREAM_OPTIONS, "stream_options.")
         return body

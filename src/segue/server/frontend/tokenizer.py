@@ -138,6 +138,17 @@ class ModelTokenizer:
         """`token_bytes` as text, with U+FFFD for what is only a part of a character."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def info(self) -> dict[str, Any]:
+        """The tokenizer as clients may know it: its kind, templates and special tokens, and no path."""
+        hf = self._hf
+        return {
+            "tokenizer_class": type(hf).__name__,
+            "vocab_size": self.vocab_size,
+            "chat_template": hf.chat_template,
+            "response_template": getattr(hf, "response_template", None),
+            **{name: str(token) for name, token in hf.special_tokens_map.items() if isinstance(token, str)},
+        }
+
     def token_id(self, text: str) -> int | None:
         """The id of the token that is this text, or None."""
         found: int | None = self._fast.token_to_id(text)

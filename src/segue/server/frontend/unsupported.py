@@ -110,6 +110,9 @@ IGNORED: Final = frozenset(
 #: Refused in `/tokenize`.
 REFUSED_IN_TOKENIZE: Final[Refused] = {"return_token_strs": _OFF}
 
+#: Refused in `stream_options`.
+REFUSED_IN_STREAM_OPTIONS: Final[Refused] = {"include_obfuscation": (False,)}
+
 #: Refused in `structured_outputs`.
 REFUSED_IN_STRUCTURED_OUTPUTS: Final[Refused] = {
     "disable_additional_properties": _OFF,

@@ -1,0 +1,47 @@
+"""The description of the endpoints: complete, and true to the types."""
+
+import re
+from typing import Any
+
+from starlette.routing import Route
+
+from conftest import Running
+from segue.server.frontend.app import OPERATIONS, routes
+from segue.server.frontend.openai_types import ChatBody
+
+
+def test_every_endpoint_is_described(door: Running) -> None:
+    found = [route for route in routes(door.door) if isinstance(route, Route)]
+    made = {(r.path.replace(":path", ""), method) for r in found for method in r.methods or ()}
+    assert {(o.path, o.method) for o in OPERATIONS} == {(path, m) for path, m in made if m != "HEAD"}
+
+
+def test_the_document_has_the_fields_of_each_body(door: Running) -> None:
+    found: Any = door.http.get("/openapi.json").json()
+    assert found["openapi"].startswith("3.1")
+    post = found["paths"]["/v1/chat/completions"]["post"]
+    reference = post["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = found["components"]["schemas"][reference.rsplit("/", 1)[1]]
+    assert set(schema["properties"]) == set(ChatBody.__struct_fields__)
+    assert schema["required"] == ["messages"]
+    assert "bad_words" in schema["x-refused"]
+    text = door.http.get("/openapi.json").text
+    for name in re.findall(r"#/components/schemas/(\w+)", text):
+        assert name in found["components"]["schemas"]
+
+
+def test_the_page_needs_no_other_address(door: Running) -> None:
+    text = door.http.get("/docs").text
+    for operation in OPERATIONS:
+        assert operation.path in text
+    assert "chat_template_kwargs" in text
+    assert not re.search(r"https?://|<script|<link", text)
+
+
+def test_the_tokenizer_and_the_load(door: Running) -> None:
+    found = door.http.get("/tokenizer_info").json()
+    assert (found["eos_token"], found["bos_token"]) == ("<|im_end|>", "<|endoftext|>")
+    assert "im_start" in found["chat_template"]
+    assert found["max_model_len"] == 512
+    assert "/tmp" not in str(found)
+    assert door.http.get("/load").json() == {"server_load": 0}
