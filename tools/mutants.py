@@ -128,6 +128,15 @@ MUTANTS = (
         "what a dead frontend asked for is generated to its end (this was a bug)",
     ),
     Mutant(
+        "a Replace that broke is lost",
+        "server/instance/leader.py",
+        "                case FromFrontend(origin, (Replace() | Cancel()) as message):\n"
+        "                    self.scheduler.broken(",
+        "                case FromFrontend(origin, Cancel() as message):\n"
+        "                    self.scheduler.broken(",
+        "prefill's half waits for a decode that it was not told of",
+    ),
+    Mutant(
         "a link is keyed without its DP rank",
         "kv/protocol/exchange.py",
         "            self.links.get(peer),\n",
