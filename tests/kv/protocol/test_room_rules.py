@@ -1391,6 +1391,19 @@ def test_rule_11_while_a_binding_lives_it_is_not_obeyed(make: Callable[..., Benc
     assert b.phase() is before
 
 
+def test_rule_11_while_an_attempt_is_in_doubt_it_is_not_obeyed() -> None:
+    """A decode beside the one that may have committed was refused, and will not come again."""
+    b = all_sent(retain_s=30.0)
+    b.hear(destination(1, replaces=0))
+    b.down(ONE)
+    word = Declined(transfer(2, TWO), LEFT, CLAIM)
+    assert b.hear(word) == []
+    b.up(ONE)
+    b.hear(Committed(transfer()))
+    assert b.hear(word) != []
+    assert b.phase() is KVPoll.SUCCESS
+
+
 def test_rule_11_a_receiver_that_ends_before_it_published_declines_with_its_claim() -> None:
     d = Decode()
     opening = events.OpenReceiver(

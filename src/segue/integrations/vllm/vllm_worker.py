@@ -252,8 +252,14 @@ class WorkerSide:
                 return  # aborted meanwhile
             try:
                 self._manager.add_peer(order.peer.leader, host, port)
+                # vLLM's prefill learns its decode from the destination alone.
                 half.handle = self._manager.receive(
-                    order.room, order.peer.leader, half.units, deadline - self._clock.now(), claim=order.claim
+                    order.room,
+                    order.peer.leader,
+                    half.units,
+                    deadline - self._clock.now(),
+                    claim=order.claim,
+                    placed=False,
                 )
             except SegueError as error:
                 self._never_began(half, error.info)

@@ -66,7 +66,8 @@ class OpenReceiver:
     `prefill` may leave the DP rank open (`LeaderId.is_open`): then it is the `hint` of the request, or is
     inferred from what the instance declares, or the registry is asked; with `force_query` always.
     `replaces` as in `Destination`. If prefill's room was not `placed` for us, prefill is told with `Declined`
-    when this half fails before KV has come: nobody else tells it.
+    when this half fails before KV has come: nobody else tells it. A wrong `placed` costs time alone:
+    prefill obeys `Declined` by its own rule, and `Failed` only from the decode leader that its room names.
     """
 
     key: RoomKey

@@ -536,7 +536,7 @@ class Rooms:
     def _declined(self, room: Room | None, peer: LeaderId, message: Declined) -> None:
         if room is None or room.state is _S.PARKED:
             self._early(room, peer, message)
-        elif self._may_decline(room.opened, peer, message):
+        elif room.doubt is None and self._may_decline(room.opened, peer, message):
             self._close(room, message.error, tell=False)
         else:
             self._counters["stray_messages"] += 1

@@ -215,6 +215,7 @@ class RoomEngine:
             claim=digest,
             prefill_dp_rank=room.hints.get(prefill) if claim.hint else None,
             replaces=claim.replaces,
+            placed=claim.placed,
         )
         self.halves[key] = EngineHalf(room, receiver, [], claim)
         if claim.abort_s is not None:

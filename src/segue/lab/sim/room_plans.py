@@ -26,6 +26,8 @@ class Claim:
     publish_s: float = 0.001
     #: its claim is not the room's
     wrong: bool = False
+    #: its engine says that prefill's room names it; right or wrong
+    placed: bool = True
     #: the attempt that it replaces, and when the placer of the request says so to prefill
     replaces: int | None = None
     allowed_s: float | None = None
@@ -109,6 +111,7 @@ def draw_rooms(rng: random.Random, nodes: list[NodeSpec], busy_s: float) -> list
             0,
             rng.choice((-0.05, -0.003, 0.0, 0.002, 0.02)),
             publish_s=rng.choice((0.0, 0.001, 0.02)),
+            placed=rng.random() < 0.3,
             prefix=rng.choice((0.0, 0.0, 0.5, 0.9)),
         )
         plan = RoomPlan(
@@ -149,6 +152,7 @@ def _next(rng: random.Random, plan: RoomPlan, decodes: list[str], after: tuple[f
         rng.choice(decodes),
         max((claim.attempt for claim in plan.claims), default=0) + 1,
         rng.choice(after),
+        placed=rng.random() < 0.3,
         prefix=rng.choice((0.0, 0.5)),
     )
 
