@@ -43,12 +43,18 @@ class _Side:
         self.in_slots = self.out_slots = Slots(0, SLOT_BYTES, SLOTS)
         self.slot_bytes, self.max_waiting = SLOT_BYTES, 64
         self.said: list[msgspec.Struct] = []
+        self.owed = 0
         self.events: list[TransportEvent] = []
         self.later: list[Callable[[], None]] = []
 
-    def say(self, message: msgspec.Struct, _owes: bool = False) -> None:
+    def say(self, message: msgspec.Struct, owes: bool) -> None:
         frame(message)
         self.said.append(message)
+        self.owed += owes
+
+    def answered(self) -> None:
+        self.owed -= 1
+        assert self.owed >= 0, "more answers than were owed"
 
     def emit(self, event: TransportEvent) -> None:
         self.events.append(event)
@@ -119,7 +125,7 @@ def _kind(error: TransferFailed) -> str:
 
 def _reader(data: bytes) -> str:
     host = _Reading()
-    path = StagedReader(host, PEER, host.say, lambda: None)
+    path = StagedReader(host, PEER, host.say, host.answered, lambda: None)
     told = "all of it"
 
     def hears(message: Any) -> None:
@@ -138,6 +144,7 @@ def _reader(data: bytes) -> str:
     assert answered == [True]
     assert not path.pieces
     assert host.in_slots.held == 0, "a slot is lost"
+    assert host.owed == 0, "a stream whose peer owes nothing would end by its silence"
     assert host.gone["gone"] == 1
     assert not host.memory[GRANTED:].any(), "bytes outside what was granted"
     said = Counter(type(message).__name__ for message in host.said)
@@ -175,7 +182,7 @@ class _Writing(_Side):
 def _writer(data: bytes) -> str:
     host = _Writing()
     path = host.writer = StagedWriter(
-        host, PEER, 4 * GRANTED, SLOT_BYTES, host.say, lambda: None, lambda: None, threading.Event()
+        host, PEER, 4 * GRANTED, SLOT_BYTES, host.say, host.answered, lambda: None, threading.Event()
     )
     for tag in range(3):
         blocks: Sequence[CopyBlock] = [CopyBlock(0, 256 * tag, 1, 256)]

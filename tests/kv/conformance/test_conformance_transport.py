@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from conformance_doubles import hold
-from conformance_harness import Pair, Side, content, each_head
+from conformance_harness import Pair, Side, content, each_head, until
 
 from areas import whole
 from layouts import laid_out
@@ -422,6 +422,47 @@ def test_a_fence_after_a_path_was_replaced_is_true_for_the_one_before(name: str,
         assert np.count_nonzero(again.array == 2) == 10
     finally:
         again.close()
+
+
+@pytest.mark.parametrize("thread", ["own", "inner"])
+@pytest.mark.parametrize("dead", ["writer", pytest.param("reader", marks=pytest.mark.slow)])
+def test_lesson_22_writes_and_fences_are_answered_when_an_io_thread_has_died(
+    name: str, pair: Pairs, dead: str, thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once where the thread was, by its silence at the other side. What is asked afterwards fails."""
+    if not name.startswith(("shm", "tcp", "staged_")) or (thread == "inner" and "staged" not in name):
+        pytest.skip("no such thread that moves bytes")
+    hooked = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
+    p = pair(16 * MiB)
+    side, other = (p.writer, p.reader) if dead == "writer" else (p.reader, p.writer)
+    transport = side.transport if thread == "own" else side.transport._inner  # type: ignore[attr-defined]
+    p.grant(3)
+    for tag in range(4):
+        p.write(3, tag, CopyBlock(0, 0, 1, 16 * MiB))
+    p.writer.transport.fence(p.reader.me, 4)
+
+    def die() -> None:
+        raise KeyError("a bug")
+
+    transport._loop.post(die)  # type: ignore[attr-defined]
+    p.write(3, 4, CopyBlock(0, 0, 1, 16 * MiB))
+    p.writer.transport.fence(p.reader.me, 5)
+    assert hooked.wait(60)
+    side.take(PeerGone, peer=other.me)
+    for epoch in (3, 6):
+        assert p.reader.fence(p.writer.me, epoch).proven or name.startswith("shm")
+        p.writer.fence(p.reader.me, epoch)
+    for epoch in (4, 5):
+        p.writer.take(Fenced, epoch=epoch)
+    for tag in range(5):
+        p.writer.outcome(3, tag)
+    if dead == "writer":
+        assert isinstance(p.move(7, 0, CopyBlock(0, 0, 1, 1)), WriteFailed)
+    if name.startswith("staged_"):
+        for end in (p.writer.transport, p.reader.transport):
+            until(lambda end=end: not end.out_slots.held, "a slot of the writer is lost")
+        until(lambda: not p.reader.transport.in_slots.held or "shm" in name, "a slot of the reader is lost")
 
 
 def test_close_is_idempotent_and_ends_everything(name: str) -> None:

@@ -274,8 +274,16 @@ class Reading:
         self.copies: list[Callable[[SegueError | None], None]] = []
         self.events: list[object] = []
         self.open = True
-        self.path = StagedReader(self, WRITER, self.said.append, self.closed)
+        self.owed = 0
+        self.path = StagedReader(self, WRITER, self.say, self.answered, self.closed)
         self.grants.add(WRITER, 7, whole(64))
+
+    def say(self, message: msgspec.Struct, owes: bool) -> None:
+        self.said.append(message)
+        self.owed += owes
+
+    def answered(self) -> None:
+        self.owed -= 1
 
     def closed(self) -> None:
         self.open = False
@@ -422,6 +430,142 @@ def test_a_proof_of_the_inner_transport_frees_a_slot_without_a_word() -> None:
     assert host.said[-1] == wire.PieceRefused(1)
     host.path.fenced(piece, True)
     assert host.in_slots.held == 0
+
+
+def test_a_slot_is_free_when_the_inner_transport_has_a_proof_after_the_end_of_the_path() -> None:
+    """The writer's process has ended: the inner path may end before the control stream does."""
+    host = Reading()
+    host.path.told(wire.Want(1, 7, 10))
+    (piece,) = host.path.pieces.values()
+    host.path.fence(7, lambda: None)
+    host.path.fenced(piece, False)
+    assert (host.fenced, host.in_slots.held) == ([101], 1)
+    host.path.end(TransferFailed("cut"))
+    assert host.fenced == [101, 101], "asked again"
+    host.path.fenced(piece, True)
+    assert host.in_slots.held == 0
+
+
+@pytest.mark.parametrize("word", [wire.GivenUp(1), wire.Filled(1, [CopyBlock(0, 0, 1, 10)]), None])
+def test_a_writer_owes_a_word_for_a_held_slot_that_is_refused_until_the_slot_is_free(
+    word: msgspec.Struct | None,
+) -> None:
+    """Else a path of which only the writer knows the end would keep the slot."""
+    host = Reading()
+    for number in range(1, 4):  # a path has half of the four slots, so that the third piece waits
+        host.path.told(wire.Want(number, 7, 10))
+    host.path.told(wire.GivenUp(2))
+    host.path.fence(7, lambda: None)
+    assert host.said[-2:] == [wire.PieceRefused(1), wire.PieceRefused(3)]
+    assert host.owed == 1, "a piece without a slot owes nothing, nor does one that was given up"
+    if word is None:
+        host.path.fenced(host.path.pieces[1], True)
+    else:
+        host.path.told(word)
+    assert host.owed == 0
+    for piece in list(host.path.pieces.values()):
+        host.path.fenced(piece, True)
+    assert (host.owed, host.in_slots.held) == (0, 0)
+
+
+class JoinedReading(Reading):
+    """The reading end of a `Joined`."""
+
+    def __init__(self, joined: Joined) -> None:
+        super().__init__()
+        self.joined = joined
+
+    def say(self, message: msgspec.Struct, owes: bool) -> None:
+        super().say(message, owes)
+        self.joined.messages.append((self.joined.writing.path, message))
+
+    def inner_fence(self, peer: RankId, epoch: int) -> None:
+        piece = self.path.pieces.get(epoch - 100)
+        if piece is not None:
+            self.joined.local.append(lambda: self.path.fenced(piece, self.joined.proven))
+
+    def copy_in(self, blocks: list[CopyBlock], slot: int, ended: Callable[[SegueError | None], None]) -> None:
+        self.joined.local.append(lambda: ended(None))
+
+
+class Joined:
+    """Both ends of one path. `messages` are on their way, `local` are copies and answers of the inner
+    transport, which is one that has proofs of its own or (not `proven`) none."""
+
+    def __init__(self, proven: bool) -> None:
+        self.proven = proven
+        self.messages: list[tuple[StagedReader | StagedWriter, msgspec.Struct]] = []
+        self.local: list[Callable[[], None]] = []
+        self.owed_to_writer = 0
+        self.writing = Writing()
+        writing = self.writing
+        writing.path._say = self.say  # type: ignore[method-assign]
+        writing.path._answered = self.answered  # type: ignore[method-assign]
+        writing.copy_out = lambda packed, slot, ended: self.local.append(lambda: ended(None))  # type: ignore[method-assign]
+        writing.inner_write = self.inner_write  # type: ignore[method-assign]
+        self.reading = JoinedReading(self)
+
+    def say(self, message: msgspec.Struct, owes: bool) -> None:
+        self.owed_to_writer += owes
+        self.messages.append((self.reading.path, message))
+
+    def answered(self) -> None:
+        self.owed_to_writer -= 1
+
+    def inner_write(self, peer: RankId, epoch: int, tag: int, block: CopyBlock) -> None:
+        event = Written(peer, epoch, tag, block.nbytes, 0.0)
+        self.local.append(lambda: self.writing.path.moved(tag, event))
+
+    def step(self) -> bool:
+        """One message or one local end; False when nothing is under way."""
+        if self.local:
+            self.local.pop(0)()
+        elif self.messages:
+            path, message = self.messages.pop(0)
+            path.told(message)  # type: ignore[arg-type]
+        else:
+            return False
+        return True
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("hears", ["writer", "reader"])
+def test_a_path_that_ends_at_one_end_alone_keeps_no_slot_whatever_its_pieces_had_come_to(
+    hears: str, proven: bool
+) -> None:
+    """Half-open before each step of a write of six pieces. Both owners fence; an end to which a word is owed
+    ends by the silence. Without a proof of the inner transport the slots wait for the writer's next path."""
+    step = 0
+    while True:
+        joined = Joined(proven)
+        writer, reader = joined.writing.path, joined.reading.path
+        writer.write(Write(7, 1, 6 * 64, 0.0), [CopyBlock(0, 0, 1, 6 * 64)])
+        took = sum(joined.step() for _ in range(step))
+        if took < step:
+            break
+        joined.messages.clear()
+        (writer if hears == "writer" else reader).end(TransferFailed("cut"))
+        fenced: list[bool] = []
+        reader.fence(7, lambda fenced=fenced: fenced.append(True))
+        writer.fence(7)
+        for _ in range(3):
+            while joined.local:
+                joined.step()
+            joined.messages.clear()
+            if joined.reading.owed and reader.over is None:
+                reader.end(TransferFailed("silence"))
+            if joined.owed_to_writer and writer.error is None:
+                writer.end(TransferFailed("silence"))
+        assert fenced == [True], step
+        kinds = [type(event) for event in joined.writing.events if not isinstance(event, PeerGone)]
+        assert kinds in ([WriteFailed, Fenced], [Written, Fenced]), step
+        assert joined.writing.out_slots.held == 0, step
+        if not proven and joined.reading.in_slots.held:
+            assert reader.over is not None, f"nobody ends the path of step {step}"
+            reader.replaced()
+        assert joined.reading.in_slots.held == 0, step
+        step += 1
+    assert step > 30
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,8 +16,8 @@ from segue.kv.transport.net.ioloop import IoLoop
 class EventEmitter:
     """Tells the events of the transport called `name` to its owner; nothing more once `closed` is set.
 
-    `failure` says why, once a thread of the transport has ended by a bug. The thread that failed still tells
-    the events due by then: an awaited answer must not end with the loop.
+    `failure` says why, once a thread of the transport has ended by a bug. From then on the threads that ask
+    run the calls themselves, one call at a time: an awaited answer must not end with the loop.
     """
 
     def __init__(self, name: str, on_event: EventSink) -> None:
@@ -27,6 +27,7 @@ class EventEmitter:
         self.failure = ""
         self._lock = threading.Lock()
         self._pending: deque[Callable[[], None]] = deque()
+        self._turn = threading.Lock()
 
     def emit(self, event: TransportEvent) -> None:
         """Tell `event` here and now."""
@@ -38,14 +39,15 @@ class EventEmitter:
         self.run_soon(loop, partial(self.emit, event))
 
     def run_soon(self, loop: IoLoop, call: Callable[[], None]) -> None:
-        """Run `call`, which tells something, on the thread of `loop`; when that has died, on the caller's."""
+        """Run `call` on the thread of `loop`, in order. After `fail` the caller runs it, or the thread that
+        is running another call."""
         with self._lock:
-            if alive := not self.failure:
-                self._pending.append(call)
+            self._pending.append(call)
+            alive = not self.failure
         if alive:
             loop.post(self._next)
         else:
-            call()
+            self._drain()
 
     def _next(self) -> None:
         with self._lock:
@@ -61,10 +63,15 @@ class EventEmitter:
     def all_gone(self, peers: Iterable[RankId]) -> None:
         """After `fail`: tell what was still to be told, and that none of `peers` can be reached any more,
         which proves nothing of them."""
-        while self._pending:
-            self._next()
         error = Internal(self.failure)
-        for peer in dict.fromkeys(
-            peers
-        ):  # in their order: the order of a set differs from process to process
-            self.emit(PeerGone(peer, False, error))
+        told = [partial(self.emit, PeerGone(peer, False, error)) for peer in dict.fromkeys(peers)]
+        with self._lock:  # in the order of `peers`, which must not be that of a set
+            self._pending.extend(told)
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._pending and self._turn.acquire(blocking=False):
+            try:
+                self._next()
+            finally:
+                self._turn.release()

@@ -79,13 +79,13 @@ class Paths(Generic[PathT]):
         return True
 
     def check_write(self, peer: RankId, epoch: int) -> tuple[PathT, Memory]:
-        """The path to write by and the memory to write from. Raises TransferFailed when there is none or the
-        epoch was fenced, Internal when a thread of the transport has failed."""
+        """The path to write by and the memory to write from. Raises Internal when a thread of the transport
+        has failed, TransferFailed when there is no path or the epoch was fenced."""
+        if self._emitter.failure:
+            raise Internal(self._emitter.failure)
         path = self.of.get(peer)
         if path is None or self.memory is None:
             raise TransferFailed(f"no {self._name} path to {peer}")
-        if self._emitter.failure:
-            raise Internal(self._emitter.failure)
         if (peer, epoch) in self.fenced:
             raise fenced(epoch)
         return path, self.memory

@@ -44,7 +44,8 @@ _S = LeaseState
 @dataclass(slots=True, eq=False)
 class InPiece:
     """A piece that a writer asks a slot for, until that is free again. `fenced`: our end of the inner
-    transport writes no more there; `settled`: nor does the writer."""
+    transport writes no more there; `settled`: nor does the writer. `owed`: the writer was told that the piece
+    is refused, and has to say that it writes there no more."""
 
     number: int
     epoch: int
@@ -54,6 +55,7 @@ class InPiece:
     inner_epoch: int = 0
     fenced: bool = False
     settled: bool = False
+    owed: bool = False
 
 
 class ReaderHost(Protocol):
@@ -78,13 +80,15 @@ class ReaderHost(Protocol):
 
 
 class StagedReader:
-    """One writer's stream. `say` sends it a message, `close` ends the stream."""
+    """One writer's stream. `say` sends it a message, with whether its answer is owed; `answered` says that
+    one came; `close` ends the stream."""
 
     def __init__(
         self,
         host: ReaderHost,
         peer: RankId,
-        say: Callable[[msgspec.Struct], None],
+        say: Callable[[msgspec.Struct, bool], None],
+        answered: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
         self.peer = peer
@@ -92,6 +96,7 @@ class StagedReader:
         self.pieces: dict[int, InPiece] = {}
         self._host = host
         self._say = say
+        self._answered = answered
         self._close = close
         self._fences: dict[int, list[Callable[[], None]]] = {}
         self._told = False
@@ -103,7 +108,7 @@ class StagedReader:
                 if nbytes > self._host.slot_bytes:
                     raise TransferFailed(f"{self.peer} wants a slot of {nbytes} bytes")
                 if (self.peer, epoch) not in self._host.grants:
-                    self._say(wire.PieceRefused(number))
+                    self._say(wire.PieceRefused(number), False)
                     return
                 if len(self.pieces) >= MAX_PIECES:
                     raise TransferFailed(f"{self.peer} wants more than {MAX_PIECES} slots at once")
@@ -114,6 +119,7 @@ class StagedReader:
             case wire.GivenUp(number):
                 given_up = self.pieces.get(number)
                 if given_up is not None and given_up.state is not _S.COPYING:
+                    self._heard(given_up)
                     self._quarantine(given_up)
                     self._settled(given_up)
             case _:
@@ -155,13 +161,13 @@ class StagedReader:
             return False
         piece.state, piece.slot = _S.HELD, slot
         piece.inner_epoch = self._host.inner_grant(self.peer, slot, piece.nbytes, self, piece)
-        self._say(wire.SlotGranted(piece.number, piece.inner_epoch, slot))
+        self._say(wire.SlotGranted(piece.number, piece.inner_epoch, slot), False)
         return True
 
     def _filled(self, number: int, blocks: list[CopyBlock]) -> None:
         piece = self.pieces.get(number)
         if piece is None:  # refused, and its slot was free by a proof
-            self._say(wire.PieceRefused(number))
+            self._say(wire.PieceRefused(number), False)
             return
         if piece.state is _S.COPYING or piece.state is _S.WAITING:
             raise TransferFailed(f"{self.peer} has filled a slot that it does not have")
@@ -169,7 +175,7 @@ class StagedReader:
             self._free(piece)
             return
         if (self.peer, piece.epoch) not in self._host.grants:  # a fence has ended it, and comes here soon
-            self._say(wire.PieceRefused(number))
+            self._say(wire.PieceRefused(number), False)
             self._free(piece)
             return
         try:
@@ -186,15 +192,20 @@ class StagedReader:
         if error is not None:
             self.end(error)
         elif self.over is None:
-            self._say(wire.PieceCopied(piece.number))
+            self._say(wire.PieceCopied(piece.number), False)
         self._settle(piece.epoch)
         self._perhaps_gone()
 
     def _refuse(self, piece: InPiece) -> None:
-        if piece.state is _S.COPYING or piece.state is _S.QUARANTINED:
+        if piece.state is _S.COPYING:
+            return
+        if piece.state is _S.QUARANTINED:
+            if self.over is not None:  # the inner transport may have a proof by now, or soon
+                self._host.inner_fence(self.peer, piece.inner_epoch)
             return
         if self.over is None:
-            self._say(wire.PieceRefused(piece.number))
+            piece.owed = piece.state is _S.HELD
+            self._say(wire.PieceRefused(piece.number), piece.owed)
         self._quarantine(piece)
 
     def _quarantine(self, piece: InPiece) -> None:
@@ -203,6 +214,11 @@ class StagedReader:
         elif piece.state is _S.HELD:
             piece.state = _S.QUARANTINED
             self._host.inner_fence(self.peer, piece.inner_epoch)
+
+    def _heard(self, piece: InPiece) -> None:
+        if piece.owed:
+            piece.owed = piece.state is _S.HELD
+            self._answered()
 
     def _settled(self, piece: InPiece) -> None:
         piece.settled = True
@@ -215,6 +231,7 @@ class StagedReader:
     def _free(self, piece: InPiece) -> None:
         if self.pieces.pop(piece.number, None) is None:
             return
+        self._heard(piece)
         if piece.state is not _S.WAITING:
             self._host.inner_forget(piece.inner_epoch)
             self._host.inner_fence(self.peer, piece.inner_epoch)  # ends the grant

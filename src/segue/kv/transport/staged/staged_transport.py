@@ -35,6 +35,7 @@ from segue.kv.errors import (
     DECODE_ERRORS,
     BootstrapTimeout,
     ConfigError,
+    Internal,
     OutOfCapacity,
     PeerLost,
     PeerRefused,
@@ -161,7 +162,7 @@ class StagedTransport(Transport):
     ) -> None:
         self._options = options
         self._host, self._net = host, host.net
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._emitter = EventEmitter(self.name, on_event)
         self._sockets = TcpSockets(self.name, options, host.net)
         self._paths: Paths[StagedWriter] = Paths(self.name, self.memory_kinds, self._emitter)
@@ -301,7 +302,8 @@ class StagedTransport(Transport):
             except SegueError as exc:
                 failed = WriteFailed(peer, epoch, tag, exc)
             else:
-                self._loop.post(partial(path.write, Write(epoch, tag, nbytes, posted), list(blocks)))
+                write = partial(path.write, Write(epoch, tag, nbytes, posted), list(blocks))
+                self._emitter.run_soon(self._loop, write)
                 return
         self._emitter.soon(self._loop, failed)
 
@@ -347,7 +349,13 @@ class StagedTransport(Transport):
         stream = self._stream(
             channel, peer, lambda message: path.told(message), lambda error: path.end(error)
         )
-        path = StagedReader(self, peer, stream.send, lambda: self._closed(stream))
+        path = StagedReader(
+            self,
+            peer,
+            lambda message, owes: stream.send(message, owes=owes),
+            stream.answered,
+            lambda: self._closed(stream),
+        )
         self._streams.add(stream)
         self._readers.setdefault(peer, []).append(path)
         stream.open()
@@ -449,7 +457,7 @@ class StagedTransport(Transport):
                 copy(copies)
             except Exception as exc:
                 error = TransferFailed(f"a copy of {self.name} failed: {exc!r}")
-            self._loop.post(partial(ended, error))
+            self._emitter.run_soon(self._loop, partial(ended, error))
 
         self._copying.submit(run)
 
@@ -494,7 +502,7 @@ class StagedTransport(Transport):
 
     def _from_inner(self, event: TransportEvent) -> None:
         """On any thread."""
-        self._loop.post(partial(self._moved, event))
+        self._emitter.run_soon(self._loop, partial(self._moved, event))
 
     def _moved(self, event: TransportEvent) -> None:
         match event:
@@ -509,9 +517,12 @@ class StagedTransport(Transport):
                 for reader, piece in list(self._reading.values()):
                     if proven and reader.peer == peer and reader.over is not None:
                         reader.fenced(piece, True)
-                for path in [path for path in self._writers if path.peer == peer]:
-                    path.inner_gone = True
-                    path.end(error)
+                if isinstance(error, Internal):  # a bug has ended the inner transport, and so this one
+                    for path in list(self._readers.get(peer, ())):
+                        path.end(error)
+                for writer in [writer for writer in self._writers if writer.peer == peer]:
+                    writer.inner_gone = True
+                    writer.end(error)
                 with self._lock:
                     if (linger := self._lingering.get(peer)) is not None:
                         linger.set()
@@ -520,7 +531,15 @@ class StagedTransport(Transport):
 
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
-        self._emitter.all_gone((*self._paths.of, *self._readers))
+        self._emitter.run_soon(self._loop, self._end_all)
+
+    def _end_all(self) -> None:
+        """A bug has ended the thread. Each path tells its end when nothing is copied for it any more."""
+        error = Internal(self._emitter.failure)
+        for writer in list(self._writers):
+            writer.end(error)
+        for reader in [reader for readers in self._readers.values() for reader in readers]:
+            reader.end(error)
 
     def _release(self) -> None:
         """The loop's last call."""

@@ -114,7 +114,7 @@ class PeerWriter:
                 self._loop.watch(stream.channel.fileno(), select.EPOLLIN, partial(self._ready, stream))
         except OSError as exc:
             why = f"the stream to {self.peer} cannot be watched: {exc.strerror}"
-            self._end(PeerLost(why, peer=str(self.peer)))
+            self.end(PeerLost(why, peer=str(self.peer)))
 
     def write(self, epoch: int, tag: int, blocks: Sequence[CopyBlock], nbytes: int, posted: float) -> None:
         """Queue a checked write and start it."""
@@ -157,8 +157,8 @@ class PeerWriter:
             self._loop.unwatch(stream.channel.fileno())
             stream.channel.close(reset=stream.sending is not None or bool(stream.unanswered))
 
-    def _end(self, error: SegueError) -> None:
-        """The path broke: every write fails, every waiting fence is answered (unproven)."""
+    def end(self, error: SegueError) -> None:
+        """The path broke: every write fails, every waiting fence is answered (unproven). Idempotent."""
         if self._ended:
             return
         self.close()
@@ -213,9 +213,9 @@ class PeerWriter:
         try:
             step(stream)
         except SegueError as exc:
-            self._end(exc)
+            self.end(exc)
         except OSError as exc:
-            self._end(PeerLost(f"the stream to {self.peer} broke: {exc.strerror}", peer=str(self.peer)))
+            self.end(PeerLost(f"the stream to {self.peer} broke: {exc.strerror}", peer=str(self.peer)))
 
     def _pump(self, stream: OutStream) -> None:
         """Send until the socket is full, nothing is left or a slice was sent. The rest waits for the
@@ -284,7 +284,7 @@ class PeerWriter:
             return
         left_s = min(stuck) + self._stall_s - now
         if left_s <= 0 and now - self._stall_due < self._stall_s / 2:
-            self._end(PeerLost(f"{self.peer} answered nothing for {self._stall_s} s", peer=str(self.peer)))
+            self.end(PeerLost(f"{self.peer} answered nothing for {self._stall_s} s", peer=str(self.peer)))
         elif left_s <= 0:
             # We slept ourselves (a stopped process); the answers may be waiting in the socket.
             self._watch_stall(self._stall_s / 2)

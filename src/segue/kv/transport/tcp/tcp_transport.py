@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from segue.kv.errors import SegueError
+from segue.kv.errors import Internal, SegueError
 from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import Content
@@ -58,7 +58,7 @@ class TcpTransport(Transport):
         self._options = options
         self._tuning = tuning
         self._stall_s = options.limits.peer_silence_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._emitter = EventEmitter(self.name, on_event)
         self._views: list[memoryview] = []  # exports: no mapping can be unmapped under our feet
         self._incoming: TcpListener | None = None
@@ -134,7 +134,8 @@ class TcpTransport(Transport):
             except SegueError as exc:
                 failed = WriteFailed(peer, epoch, tag, exc)
             else:
-                self._loop.post(partial(path.write, epoch, tag, blocks, nbytes, posted))
+                write = partial(path.write, epoch, tag, blocks, nbytes, posted)
+                self._emitter.run_soon(self._loop, write)
                 return
         self._emitter.soon(self._loop, failed)
 
@@ -146,10 +147,10 @@ class TcpTransport(Transport):
             self._grants.remove(peer, epoch)  # seen before the next slice lands
             self._paths.fenced.add(peer, epoch)
             path = self._paths.of.get(peer)
-            if path is not None and not self._emitter.failure:
-                self._loop.post(partial(path.fence, epoch))
+            if path is not None:
+                self._emitter.run_soon(self._loop, partial(path.fence, epoch))
                 return
-        self._emitter.soon(self._loop, Fenced(peer, epoch, path is None))
+        self._emitter.soon(self._loop, Fenced(peer, epoch, True))
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -163,8 +164,10 @@ class TcpTransport(Transport):
 
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
-        incoming = self._incoming.groups if self._incoming is not None else ()
-        self._emitter.all_gone((*self._paths.of, *incoming))
+        paths, incoming = dict(self._paths.of), self._incoming.groups if self._incoming is not None else ()
+        for path in paths.values():  # its writes and fences are answered
+            self._emitter.run_soon(self._loop, partial(path.end, Internal(self._emitter.failure)))
+        self._emitter.all_gone(peer for peer in incoming if peer not in paths)
 
     def _release(self) -> None:
         for path in self._paths.of.values():
