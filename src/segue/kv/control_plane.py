@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from segue.kv.config import HOST, LeaderRuntime, SessionConfig
-from segue.kv.errors import SegueError
+from segue.kv.errors import InvalidRequest, SegueError
 from segue.kv.ids import LeaderId, Role
 from segue.kv.session.api import Session, SessionHandler
 from segue.kv.session.dialer import Dialer
@@ -44,7 +45,9 @@ class ControlPlane:
         )
         self._uniform = runtime.uniform
         self._dialers: dict[LeaderId, Dialer] = {}
-        self._closed = self._ended = False
+        self._started = self._closed = self._ended = False
+        #: held by `start` and `close`: each of their steps has a deadline, so whoever waits has one, too
+        self._life = threading.RLock()
 
     def start(
         self, before: Coroutine[Any, Any, None] | None = None, then: Callable[[], None] = lambda: None
@@ -53,32 +56,42 @@ class ControlPlane:
         address peers connect to.
 
         Raises ConfigError when the port is in use or a secret is missing beyond loopback; it is closed then,
-        with `then` as in `close`.
+        with `then` as in `close`. Raises InvalidRequest when it was started or closed before.
         """
         config = self.config
-        self.io.start()
-        try:
-            if before is not None:
-                self.io.call(before, config.limits.connect_s)
-            self.address = self.io.call(self.node.listen(config.host, config.port), config.limits.connect_s)
-        except BaseException:
-            self.close(then)
-            raise
-        return self.address
+        with self._life:
+            if self._started or self._ended:
+                if before is not None:
+                    before.close()
+                raise InvalidRequest("it was started or closed before; make another one")
+            self._started = True
+            self.io.start()
+            try:
+                if before is not None:
+                    self.io.call(before, config.limits.connect_s)
+                listening = self.node.listen(config.host, config.port)
+                self.address = self.io.call(listening, config.limits.connect_s)
+            except BaseException:
+                self.close(then)
+                raise
+            return self.address
 
     def close(self, then: Callable[[], None] = lambda: None) -> None:
-        """End all sessions, do `then`, and end the thread. Idempotent; not to be called on the thread."""
-        if self._ended:
-            return
-        self._closed = self._ended = True
-        try:
-            if self.io.running:
-                self.io.call(self.close_sessions(), self.config.limits.connect_s)
-        finally:
+        """End all sessions, do `then`, and end the thread. Idempotent: each call returns when that is done,
+        also one from another thread, and one during `start` when that has ended. Not to be called on the
+        I/O thread."""
+        with self._life:
+            if self._ended:
+                return
+            self._closed = self._ended = True
             try:
-                then()
+                if self.io.running:
+                    self.io.call(self.close_sessions(), self.config.limits.connect_s)
             finally:
-                self.io.stop()
+                try:
+                    then()
+                finally:
+                    self.io.stop()
 
     async def close_sessions(self) -> None:
         """Listen no more, dial nobody any more, and end all sessions."""

@@ -19,6 +19,7 @@ from segue.kv.control_plane import ControlPlane
 from segue.kv.errors import (
     Draining,
     ErrorInfo,
+    InvalidRequest,
     SegueError,
     TransferFailed,
 )
@@ -127,10 +128,12 @@ class KVManager(Handles):
         once.
 
         Raises ConfigError for a port in use, and without a secret beyond loopback; the manager is closed
-        then.
+        then. Raises InvalidRequest when it was started or closed before.
         """
         try:
             return self.plane.start(self._ranks.start(self, self.io), self._ranks.close)
+        except InvalidRequest:
+            raise
         except BaseException:
             self._closed = True
             raise
@@ -139,10 +142,10 @@ class KVManager(Handles):
         """End all sessions, transports and the thread. Open hand-offs fail on the peer's side; on this side
         nothing is reported any more, and calls on the manager and its handles do nothing.
 
-        Idempotent; call it from outside the I/O thread. Free the pool's memory only after it returns.
+        Idempotent; call it from outside the I/O thread. Each call returns when the manager is closed: also
+        one from another thread, and one during `start` once that has ended. Free the pool's memory only after
+        it returns.
         """
-        if self._closed:
-            return
         self._closed = True
         self.plane.close(self._ranks.close)
 

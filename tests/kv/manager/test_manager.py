@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -20,10 +23,12 @@ from segue.kv.config import HOST, KVConfig
 from segue.kv.errors import AbortedByClient, ErrorCode, InvalidRequest
 from segue.kv.handles import Change, KVReceiver, KVSender
 from segue.kv.ids import KVPoll, RankId, Role, Span, TransferId, new_room
+from segue.kv.io import Io
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
 from segue.kv.protocol import events
+from segue.kv.ranks.local_rank import LocalRank, RankOwner
 from segue.kv.transport.memory.pool_memory import Memory, allocate
 
 SHAPE = KVShape(layers=3, kv_heads=2, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
@@ -336,6 +341,70 @@ def test_any_thread_may_ask_for_the_sizes_while_rooms_come_and_go() -> None:
                     assert 0 <= prefill.manager.sizes()["rooms"] <= count + 8
         finally:
             sys.setswitchinterval(pause)
+
+
+def test_who_closes_second_waits_for_the_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the pool's memory would be freed under the first one."""
+    began, goes_on, closes, close = threading.Event(), threading.Event(), [], LocalRank.close
+
+    def slow(rank: LocalRank) -> None:
+        closes.append(rank)
+        began.set()
+        assert goes_on.wait(DEADLINE_S)
+        close(rank)
+
+    monkeypatch.setattr(LocalRank, "close", slow)
+    side = Side(Role.PREFILL)
+    side.manager.start()
+    closing = [threading.Thread(target=side.manager.close) for _ in range(2)]
+    closing[0].start()
+    assert began.wait(DEADLINE_S)
+    closing[1].start()
+    closing[1].join(0.1)
+    waited = [thread.is_alive() for thread in closing]
+    goes_on.set()
+    for thread in closing:
+        thread.join(DEADLINE_S)
+    assert waited == [True, True]
+    assert not any(thread.is_alive() for thread in closing)
+    side.close()
+    assert len(closes) == 1
+
+
+def test_a_close_during_the_start_waits_for_it_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, goes_on, start = threading.Event(), threading.Event(), LocalRank.start
+
+    async def slow(rank: LocalRank, owner: RankOwner, io: Io) -> None:
+        began.set()
+        assert await asyncio.to_thread(goes_on.wait, DEADLINE_S)
+        await start(rank, owner, io)
+
+    monkeypatch.setattr(LocalRank, "start", slow)
+    before = set(threading.enumerate())
+    side = Side(Role.PREFILL)
+    with ThreadPoolExecutor(2) as pool:
+        starting = pool.submit(side.manager.start)
+        assert began.wait(DEADLINE_S)
+        closing = pool.submit(side.manager.close)
+        goes_on.set()
+        host, port = starting.result(DEADLINE_S)
+        closing.result(DEADLINE_S)
+    with pytest.raises(ConnectionRefusedError), socket.create_connection((host, port), DEADLINE_S):
+        pass
+    side.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_manager_is_started_once_and_not_after_its_end() -> None:
+    side = Side(Role.PREFILL)
+    where = side.manager.start()
+    with pytest.raises(InvalidRequest, match="before"):
+        side.manager.start()
+    socket.create_connection(where, DEADLINE_S).close()
+    side.manager.close()
+    with pytest.raises(InvalidRequest, match="before"):
+        side.manager.start()
+    side.close()
 
 
 def test_a_manager_that_never_started_can_be_closed() -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from segue.kv.errors import PeerRestarted
 from segue.kv.ids import LeaderId, Role
-from segue.lab.sim.registry_wire import TTL_S
+from segue.lab.sim.registry_wire import (
+    CONNECT_S,
+    IDLE_S,
+    TTL_S,
+    AskingConnection,
+    RegistryReply,
+    SimBackend,
+)
 from segue.lab.sim.run import load, run_scenario
 from segue.lab.sim.scenario import Fault, Scenario
 from segue.lab.sim.vocabulary import AT_THE_DOORS, FAULTS
@@ -121,3 +131,48 @@ def test_an_instance_that_drains_before_the_registry_has_heard_of_it_leaves() ->
     scenario.requests = []
     outcome = run_scenario(scenario)
     assert not outcome.failed, outcome.text
+
+
+class FakeLoop:
+    """Connections that answer every question with nothing."""
+
+    def __init__(self) -> None:
+        self.now, self.made = 0.0, 0
+
+    def time(self) -> float:
+        return self.now
+
+    def create_future(self) -> asyncio.Future[object]:
+        return asyncio.get_running_loop().create_future()
+
+    async def create_connection(self, make: Callable[[], AskingConnection], *_: object) -> object:
+        self.made += 1
+        connection = make()
+        answer = msgspec.msgpack.encode(RegistryReply(msgspec.Raw(b"\xc0")))
+        connection.transport = SimpleNamespace(
+            write=lambda _: connection.received(answer),
+            abort=lambda: connection.connection_lost(None),
+            is_closing=lambda: connection.over,
+        )
+        return None, connection
+
+
+def test_connections_that_were_idle_for_long_cost_no_query_each() -> None:
+    """After a registry that went without a word, behind which its clients held several."""
+
+    async def ask() -> None:
+        loop = FakeLoop()
+        backend = SimBackend(loop, "127.0.0.1", 1, CONNECT_S)  # type: ignore[arg-type]
+        leader = LeaderId("a" * 32, 0)
+        await asyncio.gather(*(backend.delete(leader) for _ in range(3)))
+        made = loop.made
+        loop.now = IDLE_S
+        await backend.delete(leader)
+        assert loop.made == made, "used again"
+        loop.now += 1.01 * IDLE_S
+        for _ in range(3):
+            await backend.delete(leader)
+        assert loop.made == made + 1, "a new one, used again"
+        await backend.close()
+
+    asyncio.run(ask())

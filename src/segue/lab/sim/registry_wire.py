@@ -30,6 +30,8 @@ from segue.server.registry.registry_records import (
 HOST, PORT = "127.0.3.1", 8998
 #: In the proportion of production's defaults, and short, so that a run sees many of them.
 TTL_S, CONNECT_S = 9.0, 4.5
+#: In the same proportion: how long a connection that is not used may be used again (`backends.IDLE_S`).
+IDLE_S = 4.5
 #: Within which a watcher knows what is true when nothing stands in the way: somebody's silence is noticed,
 #: a restarted registry has heard of everybody, a query that was lost is given up and asked again.
 SETTLED_S = 1.2 * (TTL_S + 2 * CONNECT_S + 3.0)
@@ -135,7 +137,7 @@ class SimBackend(RegistryBackend):
         self._loop = loop
         self._place = host, port
         self._connect_s = connect_s
-        self._idle: list[AskingConnection] = []
+        self._idle: list[tuple[float, AskingConnection]] = []
         self._busy: dict[AskingConnection, None] = {}
 
     async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
@@ -160,7 +162,7 @@ class SimBackend(RegistryBackend):
         return found
 
     async def close(self) -> None:
-        for connection in [*self._idle, *self._busy]:
+        for connection in [*(connection for _, connection in self._idle), *self._busy]:
             connection.transport.abort()
 
     async def _ask(self, name: str, *args: Any, wait_s: float = 0.0) -> Any:
@@ -178,7 +180,7 @@ class SimBackend(RegistryBackend):
             finally:
                 del self._busy[connection]
                 if answered and not connection.over:
-                    self._idle.append(connection)
+                    self._idle.append((self._loop.time(), connection))
                 else:
                     connection.transport.abort()
         except TimeoutError:
@@ -191,8 +193,10 @@ class SimBackend(RegistryBackend):
 
     async def _connection(self) -> AskingConnection:
         while self._idle:
-            connection = self._idle.pop()
-            if not connection.over and not connection.transport.is_closing():
+            since, connection = self._idle.pop()
+            if self._loop.time() - since > IDLE_S:
+                connection.transport.abort()
+            elif not connection.over and not connection.transport.is_closing():
                 return connection
         async with asyncio.timeout(self._connect_s):
             _, made = await self._loop.create_connection(lambda: AskingConnection(self._loop), *self._place)

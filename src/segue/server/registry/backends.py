@@ -46,6 +46,9 @@ T = TypeVar("T")
 
 #: Bytes of one answer of a registry: the list of some 25,000 ranks.
 MAX_ANSWER = 16 * 2**20
+#: A connection that was not used for so long is not used again. Its other end may have gone without a word,
+#: and each query that takes such a connection waits in vain.
+IDLE_S = 5.0
 
 
 def proxy_in_trouble(status: int) -> bool:
@@ -182,7 +185,9 @@ class HttpBackend(RegistryBackend):
             base_url=self._url,
             headers=headers,
             verify=tls.client if tls is not None else False,
-            limits=httpx.Limits(max_connections=limits.max_queue, max_keepalive_connections=16),
+            limits=httpx.Limits(
+                max_connections=limits.max_queue, max_keepalive_connections=16, keepalive_expiry=IDLE_S
+            ),
             transport=transport,
         )
 
