@@ -4,6 +4,7 @@ the batches and the event loop alone are doubles.
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAll
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
@@ -33,6 +34,7 @@ from sglang.srt.server_args import ServerArgs
 PAGE, TOKENS, LAYERS, HEADS, WIDTH, SLOTS = 16, 1024, 2, 2, 8, 64
 BOOTSTRAP = 33998
 WITHIN_S = 20.0
+_NUMBERS = itertools.count()
 
 
 def publish_configuration(model: str, **options: Any) -> None:
@@ -44,6 +46,7 @@ def publish_configuration(model: str, **options: Any) -> None:
         attention_backend="torch_native",
         page_size=PAGE,
         host="127.0.0.1",
+        port=BOOTSTRAP - 1,
         disaggregation_mode="prefill",
         disaggregation_transfer_backend="segue",
         disaggregation_bootstrap_port=BOOTSTRAP,
@@ -64,8 +67,14 @@ def publish_configuration(model: str, **options: Any) -> None:
 class _Rank:
     """Attributes of SGLang's scheduler that its queues read."""
 
-    def __init__(self, rows: type) -> None:
-        self.pool = MHATokenToKVPool(TOKENS, PAGE, torch.bfloat16, HEADS, WIDTH, LAYERS, "cpu", False)
+    def __init__(self, rows: type, mla: bool) -> None:
+        self.pool: Any
+        if mla:
+            self.pool = MLATokenToKVPool(TOKENS, PAGE, torch.bfloat16, WIDTH, WIDTH, LAYERS, "cpu", False)
+            self.buffers = self.pool.kv_buffer
+        else:
+            self.pool = MHATokenToKVPool(TOKENS, PAGE, torch.bfloat16, HEADS, WIDTH, LAYERS, "cpu", False)
+            self.buffers = [*self.pool.k_buffer, *self.pool.v_buffer]
         self.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
             TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False
         )
@@ -118,13 +127,13 @@ class _Rank:
     def kv(self, req: Req, tokens: int) -> list[torch.Tensor]:
         """The KV of a request in all buffers."""
         at = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
-        return [buffer[at].clone() for buffer in (*self.pool.k_buffer, *self.pool.v_buffer)]
+        return [buffer[at].clone() for buffer in self.buffers]
 
 
 def request(room: int, tokens: int, **options: Any) -> Req:
     """A request as SGLang's scheduler has it."""
     made = Req(
-        rid=f"r{room}",
+        rid=f"r{next(_NUMBERS)}",
         origin_input_text="",
         origin_input_ids=array("q", range(5, 5 + tokens)),
         sampling_params=SamplingParams(max_new_tokens=4),
@@ -140,15 +149,16 @@ def request(room: int, tokens: int, **options: Any) -> Req:
 class Prefill(_Rank, SchedulerDisaggregationPrefillMixin):
     """Prefill's rank: `turn` is one turn of its loop. A prompt is computed in one step."""
 
-    def __init__(self, dp_rank: int) -> None:
+    def __init__(self, dp_rank: int, mla: bool = False) -> None:
         with get_parallel().override(dp_rank=dp_rank):
-            self._start()
+            self._start(mla)
 
-    def _start(self) -> None:
-        super().__init__(ReqToTokenPool)
+    def _start(self, mla: bool) -> None:
+        super().__init__(ReqToTokenPool, mla)
         self.disagg_prefill_inflight_queue: list[Req] = []
         self.disagg_prefill_pending_chunk_rids: set[str] = set()
-        self.computed: dict[int, list[torch.Tensor]] = {}
+        #: the KV of each request of a room
+        self.computed: dict[int, list[list[torch.Tensor]]] = {}
         self.disagg_prefill_bootstrap_queue = PrefillBootstrapQueue(
             self.pool,
             None,
@@ -182,9 +192,9 @@ class Prefill(_Rank, SchedulerDisaggregationPrefillMixin):
         self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(slots)] = slots.int()
         req.kv.kv_committed_len = req.kv.kv_allocated_len = tokens
         req.extend_end = tokens
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+        for buffer in self.buffers:
             buffer[slots] = torch.randn_like(buffer[slots])
-        self.computed[req.bootstrap_room] = self.kv(req, tokens)
+        self.computed.setdefault(req.bootstrap_room, []).append(self.kv(req, tokens))
         req.output_ids.append(4711)
         self.disagg_prefill_inflight_queue.append(req)
         self.send_kv_chunk(req, last_chunk=True)
@@ -193,8 +203,8 @@ class Prefill(_Rank, SchedulerDisaggregationPrefillMixin):
 class Decode(_Rank, SchedulerDisaggregationDecodeMixin):
     """Decode's rank; requests whose KV has come are in `waiting_queue`."""
 
-    def __init__(self) -> None:
-        super().__init__(DecodeReqToTokenPool)
+    def __init__(self, mla: bool = False) -> None:
+        super().__init__(DecodeReqToTokenPool, mla)
         self.disagg_decode_transfer_queue = DecodeTransferQueue(
             self.req_to_metadata_buffer_idx_allocator, self.disagg_metadata_buffers, self, self.tree_cache
         )

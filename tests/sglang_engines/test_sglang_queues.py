@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,9 @@ pytest.importorskip("sglang", exc_type=ImportError)
 
 import torch
 from sglang.srt.managers.disagg_service import start_disagg_service
+from sglang.srt.managers.schedule_batch import Req, release_req
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.runtime_context import get_disagg
 from sglang_queues import PAGE, TOKENS, Decode, Prefill, publish_configuration, request, turns
 
 from segue.engine.models.model_store import DEFAULT_MODEL, resolve_model
@@ -33,10 +36,11 @@ def configuration() -> None:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """Two DP ranks of prefill and one rank of decode, with prefill's bootstrap server."""
-    server = start_disagg_service()
-    made = Prefill(0), Prefill(1), Decode()
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Two DP ranks of prefill and one rank of decode, with prefill's bootstrap server. The parameter: whether
+    their pools are MLA's."""
+    server, mla = start_disagg_service(), getattr(request, "param", False)
+    made = Prefill(0, mla), Prefill(1, mla), Decode(mla)
     yield made
     for rank in made:
         rank.close()
@@ -45,15 +49,35 @@ def ranks() -> Iterator[Ranks]:
 
 def hand_over(prefill: Prefill, decode: Decode, tokens: int = 40, room: int = 0) -> None:
     """One request from intake to the release of its pages; decode has the KV and the first token."""
+    release_kv_cache(handed_over(prefill, decode, tokens, room), decode.tree_cache, checkpoint=False)
+
+
+def handed_over(prefill: Prefill, decode: Decode, tokens: int = 40, room: int = 0) -> Req:
+    """A request whose KV decode has."""
     room = room or new_room()
     prefill.add(request(room, tokens))
     req = decode.add(request(room, tokens))
     turns(lambda: req in decode.waiting_queue and room in prefill.ended, prefill, decode)
     assert prefill.ended[room] == ""
-    assert all(map(torch.equal, decode.kv(req, tokens), prefill.computed[room]))
+    assert all(map(torch.equal, decode.kv(req, tokens), prefill.computed[room][-1]))
     assert req.output_ids[-1] == 4711
     decode.waiting_queue.remove(req)
-    release_kv_cache(req, decode.tree_cache, checkpoint=False)
+    return req
+
+
+def retract(req: Req, decode: Decode, *, backup: bool) -> None:
+    """Take the memory of a request that decode computes."""
+    with get_disagg().override(disaggregation_mode="decode"):
+        assert release_req(
+            req=req,
+            remaing_req_count=1,
+            req_to_token_pool=decode.req_to_token_pool,
+            token_to_kv_pool_allocator=decode.token_to_kv_pool_allocator,
+            tree_cache=decode.tree_cache,
+            hisparse_coordinator=None,
+            offload_kv=backup,
+        )
+    assert decode.at_rest()
 
 
 def at_rest(*ranks: Prefill | Decode) -> None:
@@ -69,6 +93,7 @@ def at_rest(*ranks: Prefill | Decode) -> None:
         assert [name for name in tables if getattr(rank.manager, name, None)] == []
 
 
+@pytest.mark.parametrize("ranks", [False, True], indirect=True, ids=["mha", "mla"])
 def test_a_request_through_sglangs_queues(ranks: Ranks) -> None:
     prefill, other, decode = ranks
     for rank in (prefill, other):
@@ -85,7 +110,7 @@ def test_21299_a_receiver_exists_before_its_prefill_rank_is_known(ranks: Ranks) 
     assert early not in decode.waiting_queue
     prefill.add(request(room, PAGE))
     turns(lambda: early in decode.waiting_queue, prefill, decode)
-    assert all(map(torch.equal, decode.kv(early, PAGE), prefill.computed[room]))
+    assert all(map(torch.equal, decode.kv(early, PAGE), prefill.computed[room][-1]))
     release_kv_cache(early, decode.tree_cache, checkpoint=False)
     at_rest(*ranks)
 
@@ -197,6 +222,73 @@ def test_a_room_that_comes_again_is_another_hand_off(ranks: Ranks) -> None:
     for _ in range(3):
         hand_over(prefill, decode, room=room)
         del prefill.ended[room]
+    at_rest(*ranks)
+
+
+def test_samples_of_one_request_share_a_room(ranks: Ranks) -> None:
+    """`n` of a request: each is a hand-off of its own, in the order of their intake."""
+    prefill, _, decode = ranks
+    room = new_room()
+    samples = []
+    for _ in range(3):
+        prefill.add(request(room, 40))
+        samples.append(decode.add(request(room, 40)))
+    turns(lambda: len(decode.waiting_queue) == 3 and prefill.at_rest(), prefill, decode)
+    for req, computed in zip(samples, prefill.computed[room], strict=True):
+        assert all(map(torch.equal, decode.kv(req, 40), computed))
+        release_kv_cache(req, decode.tree_cache, checkpoint=False)
+    at_rest(*ranks)
+
+
+def test_a_retracted_request_comes_back_from_its_backup(ranks: Ranks) -> None:
+    """`cpu_tensor`. The other backup, `host_pool`, calls CUDA's runtime, also without a GPU."""
+    prefill, _, decode = ranks
+    req = handed_over(prefill, decode)
+    [computed] = prefill.computed[req.bootstrap_room]
+    retract(req, decode, backup=True)
+    hand_over(prefill, decode)  # in the same pages
+    decode.disagg_decode_prealloc_queue.add(req, is_retracted=True)
+    turns(lambda: req in decode.waiting_queue, decode)
+    assert all(map(torch.equal, decode.kv(req, 40), computed))
+    release_kv_cache(req, decode.tree_cache, checkpoint=False)
+    at_rest(*ranks)
+
+
+def test_a_retracted_request_is_computed_again_in_its_room(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after new weights: SGLang's decode asks prefill over HTTP, and the KV comes in another hand-off."""
+    prefill, _, decode = ranks
+    req = handed_over(prefill, decode)
+    retract(req, decode, backup=False)
+    req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+    req.pd_rebootstrap_in_progress = True
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(decode.manager, "submit_prefill_recompute", lambda _, payload: asked.append(payload))
+    queue = decode.disagg_decode_prealloc_queue
+    queue.hold_rebootstrap(req)
+    queue.enqueue_held_rebootstrap()
+    turns(lambda: bool(asked), decode)
+    assert asked[0]["bootstrap_room"] == req.bootstrap_room
+    prefill.add(request(req.bootstrap_room, len(asked[0]["input_ids"])))
+    turns(lambda: req in decode.waiting_queue and prefill.at_rest(), prefill, decode)
+    first, second = prefill.computed[req.bootstrap_room]
+    assert all(map(torch.equal, decode.kv(req, 40), second))
+    assert not torch.equal(first[0], second[0])
+    assert req.output_ids[-1] == 4711
+    release_kv_cache(req, decode.tree_cache, checkpoint=False)
+    at_rest(*ranks)
+
+
+def test_a_retracted_request_that_prefill_cannot_be_asked_for_ends(ranks: Ranks) -> None:
+    """Nothing listens at prefill's HTTP port."""
+    prefill, _, decode = ranks
+    req = handed_over(prefill, decode)
+    retract(req, decode, backup=False)
+    req.pd_rebootstrap_in_progress = True
+    decode.disagg_decode_prealloc_queue.add(req, is_rebootstrap=True)
+    turns(lambda: bool(decode.ended.get(req.bootstrap_room)), prefill, decode)
+    assert "BOOTSTRAP_UNREACHABLE: PD retract rebootstrap" in decode.ended[req.bootstrap_room]
     at_rest(*ranks)
 
 

@@ -34,6 +34,7 @@ CLASSES = {
 NAMES = {
     "disaggregation/common/conn.py": (
         "CommonKVManager._register_topology_row",
+        "CommonKVManager._fail_prefill_recompute",
         "CommonKVReceiver._get_bootstrap_info_from_server",
         "CommonKVBootstrapServer._handle_route_put",
         "CommonKVBootstrapServer._handle_route_get",

@@ -298,6 +298,10 @@ class SegueKVManager(CommonKVManager):
 
         self._call(ask)
 
+    def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
+        """SGLang could not ask prefill to recompute a retracted request. Called on a thread of SGLang."""
+        kv_receiver.half.fail(BootstrapUnreachable(reason))
+
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing can be written into the pages of this failed request any more."""
         return self.handoffs.release_safe(bootstrap_room)
