@@ -410,6 +410,7 @@ def two(**changes: object) -> list[PoolSpec]:
             two(layer_count=1),
             r"no rank of decode holds layer 1, KV head 1 \(and 1 more.*rank 1 layers 0",
         ),
+        (two(), two(layer_count=2), "no rank of decode holds layer 2, KV head 1: rank 0"),
         (two(coord=RankCoord()), two(), "ranks 0 and 1 of prefill both say that they are pp 0, cp 0, tp 0;"),
         ([], [whole(shape())], "prefill declares no ranks"),
         # What a peer declares costs nothing before it is known to be ours: this took 9 GB (fuzzing).

@@ -19,7 +19,7 @@ from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import LayerSample, Part, canonical_content, checksum, whole_pages
 from segue.kv.layout.overlap import Box, box, first_clash
 from segue.kv.layout.planner import PairPlan, plan_pair
-from segue.kv.layout.spec import KVShape, PlaneSpec, PoolSpec, region_starts
+from segue.kv.layout.spec import KVShape, Plane, PlaneSpec, PoolSpec, region_starts
 from segue.kv.transport.memory.ranges import check
 
 Key = tuple[int, bool, int, int]  # layer, value, token, head: as in the whole model
@@ -551,3 +551,19 @@ def test_a_pair_of_unequal_strides_has_one_plan_hash_and_another_than_layer_majo
     digests = {plan_pair([a], [b]).digest for a, b in product(pools, pools)}
     assert len(digests) == len(pools) ** 2
     assert np.unique([p.nbytes for p in pools[1:]]).size == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "dense"),
+    [
+        ({}, True),
+        ({"head_stride": 16}, False),
+        ({"heads": 1, "token_stride": 8, "page_stride": 32, "head_stride": 99}, True),
+        ({"heads": 1}, False),
+        ({"token_stride": 32, "page_stride": 128}, False),
+        ({"page_stride": 65}, False),
+    ],
+)
+def test_a_plane_is_dense_where_its_tokens_lie_without_gaps(change: dict[str, int], dense: bool) -> None:
+    plane = Plane(offset=3, page_stride=64, token_stride=16, head_stride=8, heads=2, head_bytes=8)
+    assert plane._replace(**change).dense(4) is dense

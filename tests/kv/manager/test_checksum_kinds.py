@@ -184,6 +184,10 @@ def test_a_content_outside_its_region_is_no_checksum() -> None:
     for memory in (Memory([host_region(short)]), device(torch.from_numpy(short))):
         with pytest.raises(Internal, match="outside"):
             WordChecksum(memory).checksum(content)
+        whole = Content((), (), 1, (0, len(short) - 7))
+        assert WordChecksum(memory).checksum(whole) == reference(short[:-7].tobytes(), 8)
+        with pytest.raises(Internal, match="outside"):
+            WordChecksum(memory).checksum(Content((), (), 1, (8, len(short) - 7)))
 
 
 # ---- who computes what -------------------------------------------------------------------------------

@@ -414,6 +414,30 @@ def test_the_end_of_the_link_is_no_proof_that_the_agent_has_ended(monkeypatch: p
         assert isinstance(decode.lost.get(timeout=DEADLINE_S), PeerLost)
 
 
+def test_pages_wait_until_the_process_that_is_lost_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it was killed proves nothing while the kernel has not ended it."""
+    with agents("tcp") as (prefill, decode):
+        _, receiver, _ready = published(prefill, decode)
+        asked, ended, wait = threading.Event(), threading.Event(), subprocess.Popen.wait
+
+        def slow(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+            asked.set()
+            assert ended.wait(DEADLINE_S)
+            return wait(process, timeout)
+
+        monkeypatch.setattr(subprocess.Popen, "wait", slow)
+        try:
+            os.kill(decode.manager.pid, signal.SIGKILL)
+            wait_until(lambda: receiver.poll() is KVPoll.FAILED)
+            assert asked.wait(DEADLINE_S), "nobody has asked for the end"
+            with pytest.raises(PeerLost):
+                decode.manager.sizes()  # the thread of the agent had its turn
+            assert not receiver.released
+        finally:
+            ended.set()
+        wait_until(lambda: receiver.released)
+
+
 def test_pages_come_back_also_to_an_engine_that_raises_when_it_hears_of_the_loss() -> None:
     side = AgentSide(Role.PREFILL, "tcp")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +18,22 @@ import torch
 from areas import whole
 from ranks import rank
 from segue.kv.config import KVConfig
-from segue.kv.errors import ConfigError, ErrorCode, OutOfCapacity, SegueError, TransferFailed
+from segue.kv.errors import (
+    BootstrapTimeout,
+    ConfigError,
+    ErrorCode,
+    OutOfCapacity,
+    PeerRefused,
+    SegueError,
+    TransferFailed,
+)
 from segue.kv.handles import Change
 from segue.kv.ids import ChecksumKind, KVPoll, RankId, Role, RoomKey, Span, new_room
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.manager import KVManager
-from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.kv.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.kv.transport.epochs import Grants
 from segue.kv.transport.kinds import KINDS
 from segue.kv.transport.memory.pool_memory import Memory, Region, allocate, host_region
@@ -32,11 +41,11 @@ from segue.kv.transport.options import TransportOptions
 from segue.kv.transport.paths import Write
 from segue.kv.transport.staged import staged_transport
 from segue.kv.transport.staged import staged_wire as wire
-from segue.kv.transport.staged.staged_copies import Copies, PackedPiece, pack
+from segue.kv.transport.staged.staged_copies import Copies, CopyThreads, PackedPiece, pack
 from segue.kv.transport.staged.staged_in import MAX_PIECES, InPiece, StagedReader
 from segue.kv.transport.staged.staged_out import StagedWriter
 from segue.kv.transport.staged.staged_slots import Slots
-from segue.kv.transport.staged.staged_transport import StagedTransport, StagedTuning
+from segue.kv.transport.staged.staged_transport import StagedHost, StagedTransport, StagedTuning
 
 PATIENCE_S = 60.0
 NAMES = ["staged_tcp", "staged_shm"]
@@ -566,6 +575,237 @@ def test_a_path_that_ends_at_one_end_alone_keeps_no_slot_whatever_its_pieces_had
         assert joined.reading.in_slots.held == 0, step
         step += 1
     assert step > 30
+
+
+def test_the_end_of_a_path_is_told_once_however_many_pieces_end_with_it() -> None:
+    host = Writing()
+    host.path.write(Write(7, 1, 256, 0.0), [CopyBlock(0, 0, 1, 256)])
+    host.path.end(TransferFailed("cut"))
+    host.path.end(TransferFailed("again"))
+    assert [type(event) for event in host.events] == [WriteFailed, PeerGone]
+    reading = Reading()
+    reading.path.told(wire.Want(1, 7, 10))
+    (piece,) = reading.path.pieces.values()
+    reading.path.end(TransferFailed("cut"))
+    reading.path.fenced(piece, True)
+    reading.path.end(TransferFailed("again"))
+    assert [type(event) for event in reading.events] == [PeerGone, Forgotten]
+
+
+def test_copies_that_wait_do_not_begin_after_the_end_of_their_threads() -> None:
+    """The memory may be gone by then."""
+    threads, ran = CopyThreads("test-copy", count=1), []
+    began, goes_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.set()
+        assert goes_on.wait(PATIENCE_S)
+
+    threads.submit(first)
+    assert began.wait(PATIENCE_S)
+    threads.submit(lambda: ran.append(1))
+    assert not threads.close(0.0), "one still runs"
+    goes_on.set()
+    assert threads.close(PATIENCE_S)
+    threads.submit(lambda: ran.append(2))
+    assert threads.close(PATIENCE_S)
+    assert ran == []
+
+
+def test_the_inner_transport_has_the_port_behind_that_of_the_control_stream() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        port = min(free.getsockname()[1], other.getsockname()[1])
+    told = {"host": "0.0.0.0", "advertise": "kv.example"}
+    for options, ports in (
+        ({"advertise_port": 7000}, (7000, 7001)),
+        ({"port": port}, (port, port + 1)),
+        ({"port": port, "advertise_port": 7000}, (7000, 7001)),
+    ):
+        transport = KINDS.create(
+            "staged_tcp", lambda _: None, TransportOptions(me=rank("aaaa"), **told, **options)
+        )
+        endpoint = transport.register(Memory([host_region(np.zeros(64, np.uint8))]))
+        transport.close()
+        inner = msgspec.msgpack.decode(endpoint.data, type=staged_transport.StagedAddress).inner
+        found = [msgspec.msgpack.decode(end.data)["port"] for end in (endpoint, inner)]
+        assert tuple(found) == ports, options
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_path_waits_for_the_end_of_the_inner_one_and_no_longer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_transport, "_LINGER_S", 10 * PATIENCE_S)
+    with ends(name, 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        reader.transport.close()
+        assert type(writer.wait(1)[0]).__name__ == "PeerGone"
+        again = End(name, reader.me, MiB)
+        connecting = threading.Thread(target=writer.connect, args=(again,), daemon=True)
+        connecting.start()
+        connecting.join(PATIENCE_S / 2)
+        assert not connecting.is_alive()
+        again.transport.grant(writer.me, 5, whole(MiB))
+        with held_copies(writer) as (began, goes_on):
+            writer.transport.write(again.me, 5, 2, [CopyBlock(0, 0, 1, 100)])
+            assert began.wait(PATIENCE_S)
+            writer.transport.fence(again.me, 5)
+            drain(writer)
+            assert writer.events.empty(), "a fence is one of the new path"
+            goes_on.set()
+            assert [type(event) for event in writer.wait(2)] == [WriteFailed, Fenced]
+        again.transport.close()
+
+
+@contextmanager
+def held_copies(end: End) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Copies out of the memory of `end` begin, and wait for the second event."""
+    copies = end.transport._copies  # type: ignore[attr-defined]
+    out, began, goes_on = copies.out, threading.Event(), threading.Event()
+
+    def slow(blocks: list[CopyBlock], slot: int) -> None:
+        began.set()
+        assert goes_on.wait(PATIENCE_S)
+        out(blocks, slot)
+
+    copies.out = slow
+    try:
+        yield began, goes_on
+    finally:
+        goes_on.set()
+        copies.out = out
+
+
+def drain(*ends: End) -> None:
+    """What was posted to their loops has run."""
+    for end in ends:
+        turned = threading.Event()
+        end.transport._loop.post(turned.set)  # type: ignore[attr-defined]
+        assert turned.wait(PATIENCE_S)
+
+
+def test_a_connect_that_the_inner_transport_refuses_leaves_nothing_at_either_end() -> None:
+    with ends("staged_tcp", 2, MiB) as (writer, reader):
+        inner = writer.transport._inner  # type: ignore[attr-defined]
+        connect, left = inner.connect, []
+
+        def full(peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
+            left.append(timeout_s)
+            raise OutOfCapacity("no room for its mapping")
+
+        inner.connect = full
+        with pytest.raises(OutOfCapacity, match="no room"):
+            writer.connect(reader)
+        assert 0 < left[0] <= PATIENCE_S
+        (gone,) = reader.wait(1)
+        assert (type(gone), gone.peer) == (PeerGone, writer.me)
+        drain(reader)
+        assert not reader.transport._readers  # type: ignore[attr-defined]
+        inner.connect = connect
+        writer.connect(reader)
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+        assert isinstance(writer.wait(1)[0], Written)
+
+
+def test_an_endpoint_without_slots_is_refused() -> None:
+    with ends("staged_tcp", 2, MiB) as (writer, reader):
+        data = msgspec.msgpack.decode(reader.endpoint.data) | {"slot_bytes": 0}
+        reader.endpoint = msgspec.structs.replace(reader.endpoint, data=msgspec.msgpack.encode(data))
+        with pytest.raises(PeerRefused, match="slots of 0 bytes"):
+            writer.connect(reader)
+        assert not writer.transport._writers  # type: ignore[attr-defined]
+
+
+def test_a_connect_does_not_wait_for_an_old_path_for_ever() -> None:
+    with ends("staged_tcp", 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        with held_copies(writer) as (began, goes_on):
+            writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+            assert began.wait(PATIENCE_S)
+            (path,) = writer.transport._writers  # type: ignore[attr-defined]
+            writer.transport._loop.post(lambda: path.end(TransferFailed("cut")))  # type: ignore[attr-defined]
+            drain(writer)
+            with pytest.raises(BootstrapTimeout, match=r"did not end within 0\.05 s"):
+                writer.transport.connect(reader.me, reader.endpoint, 0.05)
+            goes_on.set()
+            assert [type(event) for event in writer.wait(2)] == [WriteFailed, PeerGone]
+        writer.connect(reader)
+
+
+def test_a_registration_without_memory_for_slots_says_what_to_change_and_frees_the_port() -> None:
+    class Full(StagedHost):
+        def slots(self, nbytes: int) -> Memory:
+            raise OutOfCapacity("no memory")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = TransportOptions(me=rank("aaaa"), port=port, staging_bytes=64 * 1024)
+    memory = Memory([host_region(np.zeros(64, np.uint8))])
+    kind = KINDS.kind("staged_tcp")
+    assert issubclass(kind, StagedTransport)
+    full = kind(lambda _: None, options, host=Full())
+    with pytest.raises(OutOfCapacity, match="65536 bytes of staging slots; lower staging_bytes"):
+        full.register(memory)
+    again = kind(lambda _: None, options)
+    again.register(memory)
+    for transport in (full, again):
+        transport.close()
+
+
+def test_slots_that_a_copy_still_uses_at_the_end_stay_mapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ends("staged_tcp", 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        with held_copies(writer) as (began, _):
+            writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+            assert began.wait(PATIENCE_S)
+            slots = writer.transport._slots  # type: ignore[attr-defined]
+            monkeypatch.setattr(staged_transport, "_CLOSE_S", 0.05)
+            writer.transport.close()
+            assert "its memory must stay" in caplog.text
+            slots.buffer[0] = 1  # would raise, or worse
+        assert writer.events.empty(), "no event after close"
+        monkeypatch.undo()
+
+
+def test_slots_are_unmapped_at_the_end() -> None:
+    with ends("staged_tcp", 1, MiB) as (end,):
+        slots = end.transport._slots  # type: ignore[attr-defined]
+        end.transport.close()
+        with pytest.raises(ValueError, match=r"released|closed"):
+            slots.buffer[0] = 1
+
+
+def test_the_end_of_one_writer_is_no_proof_of_another_one() -> None:
+    """Slots of a path that ended wait for the proof of their own writer."""
+    with ends("staged_shm", 3, MiB) as (writer, other, reader):
+        for end in (writer, other):
+            end.connect(reader)
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        with held_copies(writer) as (began, goes_on):
+            writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+            assert began.wait(PATIENCE_S)
+            (path,) = reader.transport._readers[writer.me]  # type: ignore[attr-defined]
+            reader.transport._loop.post(lambda: path.end(TransferFailed("cut")))  # type: ignore[attr-defined]
+            assert reader.wait(1)[0].peer == writer.me
+            unproven = PeerGone(writer.me, False, TransferFailed("its socket has ended"))
+            of_another = PeerGone(other.me, True, TransferFailed("it is dead"))
+            for event in (unproven, of_another):
+                reader.transport._from_inner(event)  # type: ignore[attr-defined]
+            drain(reader, reader)
+            assert reader.transport.in_slots.held == 1  # type: ignore[attr-defined]
+            goes_on.set()
+        writer.transport.close()
+        deadline = threading.Event()
+        for _ in range(int(PATIENCE_S * 100)):
+            if not reader.transport.in_slots.held:  # type: ignore[attr-defined]
+                break
+            deadline.wait(0.01)
+        assert reader.transport.in_slots.held == 0, "its goodbye is one"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", NAMES)
