@@ -22,7 +22,7 @@ from segue.integrations.vllm.vllm_facts import (
     weights_fingerprint,
 )
 from segue.integrations.vllm.vllm_memory import CacheFacts
-from segue.integrations.vllm.vllm_settings import EngineFacts, check_engine
+from segue.integrations.vllm.vllm_settings import ConnectorSettings, EngineFacts, check_engine
 from segue.integrations.vllm.vllm_table import RequestEnd, ScheduledChunk
 from segue.kv import ConfigError, Role
 
@@ -60,11 +60,14 @@ ONE_GROUP = Double(kv_cache_groups=[object()])
 def test_a_plain_engine_is_supported() -> None:
     facts = engine_facts(engine_config(), ONE_GROUP)
     assert facts == EngineFacts(kv_role="kv_producer", kv_heads=4)
-    assert check_engine(facts) is Role.PREFILL
-    assert check_engine(engine_facts(engine_config(tensor_parallel_size=2), ONE_GROUP)) is Role.PREFILL
+    assert check_engine(facts, ConnectorSettings()) is Role.PREFILL
+    assert (
+        check_engine(engine_facts(engine_config(tensor_parallel_size=2), ONE_GROUP), ConnectorSettings())
+        is Role.PREFILL
+    )
     ngram = engine_config(speculative_config=Double(method="ngram"))
     ngram.kv_transfer_config.kv_role = "kv_consumer"
-    assert check_engine(engine_facts(ngram, ONE_GROUP)) is Role.DECODE
+    assert check_engine(engine_facts(ngram, ONE_GROUP), ConnectorSettings()) is Role.DECODE
 
 
 @pytest.mark.parametrize(
@@ -92,12 +95,21 @@ def test_a_plain_engine_is_supported() -> None:
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        check_engine(engine_facts(engine_config(**changes), ONE_GROUP))
+        check_engine(engine_facts(engine_config(**changes), ONE_GROUP), ConnectorSettings())
 
 
 def test_hybrid_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 KV cache groups"):
-        check_engine(engine_facts(engine_config(), Double(kv_cache_groups=[object(), object()])))
+        check_engine(
+            engine_facts(engine_config(), Double(kv_cache_groups=[object(), object()])), ConnectorSettings()
+        )
+
+
+def test_an_agent_serves_one_rank() -> None:
+    facts, settings = EngineFacts(kv_role="kv_producer"), ConnectorSettings(agent=True)
+    assert check_engine(facts, settings) is Role.PREFILL
+    with pytest.raises(ConfigError, match="agent with --tensor-parallel-size 2"):
+        check_engine(replace(facts, tensor_ranks=2, kv_heads=2), settings)
 
 
 def test_the_cache_as_its_layers_describe_it() -> None:

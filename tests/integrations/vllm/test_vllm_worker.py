@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +35,16 @@ from segue.integrations.vllm.vllm_rank import RankSide, Share, WorkerPlace, befo
 from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
 from segue.integrations.vllm.vllm_table import RequestEnd
 from segue.integrations.vllm.vllm_worker import WorkerSide
-from segue.kv import BootstrapTimeout, ChecksumMode, ConfigError, Internal, PeerRestarted, Role, RoomKey
+from segue.kv import (
+    BootstrapTimeout,
+    ChecksumMode,
+    ConfigError,
+    Internal,
+    PeerLost,
+    PeerRestarted,
+    Role,
+    RoomKey,
+)
 
 
 @pytest.fixture
@@ -113,6 +125,48 @@ def test_tensor_parallel_ranks_hand_over_their_heads(
             assert torch.equal(loaded_kv(pair, name), expected(range(tokens)))
     at_rest(pair)
     assert outcomes(pair) == {"OK": 4}
+
+
+def children() -> set[int]:
+    """The processes that this one has started."""
+    return {
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    }
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_an_agent_hands_over_until_it_dies(stack: ExitStack, free_port: int, transport: str) -> None:
+    """Its end ends the step, as that of the thread does: vLLM fails its health check."""
+    pair = Pair(stack, shared=True, transport=[transport], agent=True, query_port=free_port)
+    hand_over(pair, "1", 13)
+    to_prefill, to_decode = concurrent(pair, "t2")
+    pair.decode.add(request("d2", 30, to_decode))
+    pair.prefill.add(request("p2", 30, to_prefill))
+    for name, tokens in (("d1", 13), ("d2", 30)):
+        assert served(pair, name) is RequestEnd.LENGTH
+        assert torch.equal(loaded_kv(pair, name), expected(range(tokens)))
+    at_rest(pair)
+    agents = children()
+    assert len(agents) == 2
+    for pid in agents:
+        os.kill(pid, signal.SIGKILL)
+    for worker in (side_of(pair, "prefill"), side_of(pair, "decode")):
+        with pytest.raises(PeerLost):
+            until_raises(worker.side)
+
+
+def until_raises(side: WorkerSide) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        side.begin_step([])
+        time.sleep(0.001)
+
+
+def test_an_agent_is_refused_where_it_cannot_map_the_pool(stack: ExitStack) -> None:
+    with pytest.raises(ConfigError, match="an agent maps the pool"):
+        Pair(stack, agent=True)
 
 
 def test_many_requests_leave_nothing_behind(stack: ExitStack) -> None:

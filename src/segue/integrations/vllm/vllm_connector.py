@@ -91,8 +91,8 @@ class SegueConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm()
         transfer = vllm_config.kv_transfer_config
-        self._segue_role = check_engine(engine_facts(vllm_config, kv_cache_config))
         self._settings = parse_settings(transfer.kv_connector_extra_config)
+        self._segue_role = check_engine(engine_facts(vllm_config, kv_cache_config), self._settings)
         self._secret = _read_secret(self._settings.secret_file)
         self._weights = weights_fingerprint(
             vllm_config.model_config, str(vllm_config.load_config.load_format)
@@ -205,9 +205,10 @@ class SegueConnector(KVConnectorBase_V1):
     # ---- worker side -------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """A context in which the KV cache is allocated where `shm` can map it."""
+        """A context in which the KV cache is allocated where `shm` and an agent can map it."""
         wanted = self._settings.transport
-        return self._shared if not wanted or "shm" in wanted else None
+        mapped = not wanted or "shm" in wanted or self._settings.agent
+        return self._shared if mapped else None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Start to listen: the memory is known."""

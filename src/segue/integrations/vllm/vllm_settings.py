@@ -48,6 +48,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     retain_s: float = 0.1
     #: CPUs of the connector's threads; empty: all of the process's parent
     cpus: list[int] = []
+    #: sessions, checksums and transports in a process of their own; the KV cache is a memfd then
+    agent: bool = False
     #: the port of `GET /query` on prefill; 0: none
     query_port: int = 0
     #: names, addresses and networks (CIDR) of prefill hosts that decode may contact without a signature
@@ -102,9 +104,9 @@ class EngineFacts:
     sleep_mode: bool = False
 
 
-def check_engine(facts: EngineFacts) -> Role:
+def check_engine(facts: EngineFacts, settings: ConnectorSettings) -> Role:
     """The role of a vLLM engine. Raises ConfigError for a configuration whose KV the connector cannot hand
-    over whole."""
+    over whole, or not with these `settings`."""
     if facts.kv_role == "kv_both":
         raise ConfigError(
             "kv_role kv_both is not supported: start one vLLM with kv_producer and another with kv_consumer"
@@ -134,6 +136,10 @@ def check_engine(facts: EngineFacts) -> Role:
         ),
         (facts.weight_updates, "weight updates at run time"),
         (facts.sleep_mode, "--enable-sleep-mode"),
+        (
+            settings.agent and facts.tensor_ranks != 1,
+            f"agent with --tensor-parallel-size {facts.tensor_ranks}",
+        ),
     ]
     for wrong, what in refused:
         if wrong:

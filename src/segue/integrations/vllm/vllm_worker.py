@@ -1,4 +1,5 @@
-"""The worker side: carries out the scheduler side's orders with a `KVManager`, and collects what it reports.
+"""The worker side: carries out the scheduler side's orders with a `KVManager`, in this process or in an agent
+(`KVAgent`), and collects what it reports.
 
 vLLM's calls come on the worker's main thread, changes of hand-offs on the manager's I/O thread. One lock is
 between them; nothing waits while it is held.
@@ -43,6 +44,7 @@ from segue.kv import (
     ErrorInfo,
     Internal,
     IoThread,
+    KVAgent,
     KVManager,
     KVPoll,
     KVReceiver,
@@ -102,7 +104,8 @@ class _WorkerHandoff:
 class WorkerSide:
     """The hand-offs of one vLLM engine, in its worker of rank 0. `model` is the model's identity, which both
     sides must share. `place` are the worker's numbers, and `others` the other ranks' workers; `me` and
-    `others` are those of `lead`. `clock` and `make_manager` are for the simulator.
+    `others` are those of `lead`. With `settings.agent` the manager runs in a process of its own, which maps
+    the pool. `clock` and `make_manager` are for the simulator.
 
     Raises ConfigError for settings or a `pool` that do not work here.
     """
@@ -119,7 +122,7 @@ class WorkerSide:
         others: Sequence[Rank] = (),
         *,
         clock: Clock | None = None,
-        make_manager: Callable[..., KVManager] = KVManager,
+        make_manager: Callable[..., KVManager | KVAgent] = KVManager,
     ) -> None:
         self._clock = clock or MonotonicClock()
         self._unit = pool.unit_tokens
@@ -137,6 +140,8 @@ class WorkerSide:
         self._lost: SegueError | None = None
         me = me or LeaderId(new_incarnation())
         config = worker_config(role, settings, secret, model, pool, place, me)
+        if settings.agent:
+            make_manager = KVAgent
         with cpus_of_parent(settings.cpus):
             ranks = [local_rank(config, pool.memory, HOST), *others] if others else pool.memory
             self._manager = make_manager(config, ranks, self._on_change, on_rank_lost=self._on_lost)
