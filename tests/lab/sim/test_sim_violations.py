@@ -400,6 +400,9 @@ def keeps_what_nobody_comes_for(stage: Stage) -> None:
     prefill.exchange.rooms.rooms[held.sent_as].unbound_at = world.now
     stage.checks.requests.nothing_to_do(prefill)
     world.now += 3.0
+    held.since = world.now  # it was computed meanwhile
+    stage.checks.requests.nothing_to_do(prefill)
+    world.now += 3.0
     stage.checks.requests.nothing_to_do(prefill)
 
 

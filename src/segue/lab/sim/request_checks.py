@@ -133,14 +133,14 @@ class RequestChecks:
             raise Violation("17", f"{node.name} stands still: {scheduler.sizes()}", rooms)
 
     def _forsaken_s(self, node: NodeView, job: RequestState) -> float:
-        """How long no decode has had the placed room of a computed prompt; 0 if one has it."""
+        """How long no decode has had the placed room of a prompt since it is computed; 0 if one has it."""
         if not isinstance(node, KVView):
             return 0.0
         room: Room | None = node.exchange.rooms.rooms.get(job.sent_as)
         waits = room is not None and room.state is RoomState.EXPECTED and room.doubt is None
         if room is None or not waits or job.phase != "in_flight" or job.direct:
             return 0.0
-        return self.world.now - room.unbound_at
+        return self.world.now - max(room.unbound_at, job.since)
 
     def broken(self, node: NodeView, item: Item) -> None:
         """12: what the role broke on ends at once, not by its deadline; a last word is heard all the same."""
