@@ -464,8 +464,7 @@ def test_an_abandoned_prefill_leg_ends_by_its_deadline_and_is_a_metric(
     pair: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is answered when its prompt is computed; its room waits for decode."""
-    server = of(pair, Role.PREFILL)._direct_server.server  # type: ignore[union-attr]
-    assert server is not None
+    server = server_of(pair, Role.PREFILL)
     limits = msgspec.structs.replace(server.settings.limits, request_budget_s=2.0)
 
     async def work(legs: Legs) -> None:
@@ -497,6 +496,42 @@ def test_an_abandoned_decode_leg_ends_at_prefill_s_limit(pair: Deployment) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange.rooms, "_limits", msgspec.structs.replace(limits, early_wait_s=0.05))
+        run(pair, work)
+
+
+@pytest.mark.parametrize("how", ["too large", "no such path"])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_leg_that_is_refused_unread_leaves_the_other_one_to_its_own_limit(
+    pair: Deployment, role: Role, how: str
+) -> None:
+    """The room is in the body alone, so nobody can be told."""
+    server, prefill = server_of(pair, role), server_of(pair, Role.PREFILL)
+    exchange = of(pair, Role.PREFILL).manager.exchange  # type: ignore[union-attr]
+    short = msgspec.structs.replace(prefill.settings.limits, request_budget_s=1.0)
+
+    async def work(legs: Legs) -> None:
+        body = legs.body()
+        path = "/v1/nothing" if how == "no such path" else "/v1/completions"
+        large = body | {"user": "x" * 20_000 if how == "too large" else ""}
+        refused = await legs.one(legs.at(role), large, path)
+        assert refused.status_code == {"too large": 413, "no such path": 404}[how]
+        if role is Role.PREFILL:
+            assert code(await legs.one(legs.decode, body)) == "504 BOOTSTRAP_TIMEOUT"
+        else:
+            assert (await legs.one(legs.prefill, body)).status_code == 200, (
+                "it is answered when it is computed"
+            )
+            await until(lambda: not handoffs(pair, Role.PREFILL))
+            assert of(pair, Role.PREFILL).scheduler.abandoned == before + 1
+
+    before = of(pair, Role.PREFILL).scheduler.abandoned
+    with pytest.MonkeyPatch.context() as patch:
+        waits = msgspec.structs.replace(exchange.rooms._limits, early_wait_s=0.05)
+        patch.setattr(exchange.rooms, "_limits", waits)
+        patch.setattr(prefill, "settings", dataclasses.replace(prefill.settings, limits=short))
+        small = msgspec.structs.replace(server.settings.limits, max_body_bytes=10_000)
+        if how == "too large":
+            patch.setattr(server, "settings", dataclasses.replace(server.settings, limits=small))
         run(pair, work)
 
 
