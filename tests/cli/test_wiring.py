@@ -176,7 +176,12 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
     assert not stop.is_set()
     assert (more["model_folder"], more["served_model"]) == (Path("/models/here"), served)
     assert noted.given["listener"][0] == ("127.0.0.9", 81)
-    assert noted.named("listener") == {"drain_s": 7.0, "keys": more["keys"], "metrics": "the metrics"}
+    assert noted.named("listener") == {
+        "drain_s": 7.0,
+        "keys": more["keys"],
+        "metrics": "the metrics",
+        "clients": config.clients,
+    }
     assert isinstance(more["listener"], Listener)
     assert more["keys"].allow(b"Bearer hunter2")
     assert not more["keys"].allow(b"Bearer other")

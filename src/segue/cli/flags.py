@@ -34,6 +34,7 @@ _GROUPS = {
     "ranks": "ranks of each side",
     "answers": "answers",
     "access": "access",
+    "clients": "public port",
     "events": "events of prefix caches",
     "tls": "TLS between the parts",
     "limit": "limits",

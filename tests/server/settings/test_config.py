@@ -276,7 +276,10 @@ NOT_HANDED_ON = {
         *("tls_cert", "tls_key", "tls_ca"),  # all three or none: `test_tls_settings.py`
         "enable_expert_parallel",  # where it has several DP ranks
     },
-    "frontend": {"secret_file", "revision", "cache", "tls_cert", "tls_key", "tls_ca"},
+    "frontend": {
+        *("secret_file", "revision", "cache", "tls_cert", "tls_key", "tls_ca"),
+        *("https_cert", "https_key"),  # both or none: the next test
+    },
 }
 
 
@@ -288,6 +291,7 @@ def test_what_serve_is_told_reaches_its_children(key: str, child: str) -> None:
     if key not in settings(cls) or key in NOT_HANDED_ON[child]:
         return
     value: object = {"chunk_tokens": 1024, "keepalive_s": 1.5, "kv_gib": 0.5}.get(key)
+    value = "https://page.example" if key == "allowed_origins" else value
     if value is None and setting.kind == "text":
         value = next((c for c in setting.choices if c != setting.default), "another")
     elif value is None:
@@ -297,6 +301,13 @@ def test_what_serve_is_told_reaches_its_children(key: str, child: str) -> None:
     http = "http://127.0.0.1:9"
     made = config.frontend(http) if child == "frontend" else config.instance(Role.DECODE, "d", HOST, http)
     assert (made.access.api_key if setting.secret else flatten(made)[key]) == value
+
+
+def test_the_certificate_for_clients_reaches_the_frontend() -> None:
+    made = serve(https_cert="c", https_key="k").frontend("http://127.0.0.1:9")
+    assert (made.clients.https_cert, made.clients.https_key) == ("c", "k")
+    with pytest.raises(ConfigError, match="together"):
+        serve(https_cert="c")
 
 
 def test_the_doors_of_the_instances_of_serve_are_for_probes_alone() -> None:

@@ -156,7 +156,7 @@ _ELSEWHERE = """
 api-key-hash max-model-len max-num-seqs tensor-parallel-size pipeline-parallel-size data-parallel-size
 gpu-memory-utilization kv-cache-dtype disaggregation-mode model-path dist-init-addr dist-timeout
 tokenizer-path tokenizer-mode trust-remote-code load-format download-dir max-lora-rank lora-modules
-chat-template response-role ssl-keyfile ssl-certfile ssl-ca-certs root-path middleware allowed-origins
+chat-template response-role ssl-keyfile ssl-certfile ssl-ca-certs root-path middleware
 enable-auto-tool-choice tool-call-parser reasoning-parser mem-fraction-static chunked-prefill-size
 max-running-requests schedule-policy cuda-graph-max-bs attention-backend sampling-backend stream-interval
 watchdog-timeout nnodes node-rank seed enforce-eager block-size swap-space cpu-offload-gb num-gpu-blocks
@@ -205,7 +205,6 @@ def test_what_people_try_first_is_explained() -> None:
         "max-input-length",
         "num-shard",
         "hostname",
-        "allowed-origins",
         "response-role",
         "max-queued-requests",
     ],

@@ -55,7 +55,12 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline:
         ):
             metrics = Metrics()
             listener = FrontendListener(
-                config.host, config.port, drain_s=limits.drain_s, keys=keys, metrics=metrics
+                config.host,
+                config.port,
+                drain_s=limits.drain_s,
+                keys=keys,
+                metrics=metrics,
+                clients=config.clients,
             )
             closing.push_async_callback(listener.close)
             log.info("event=listening url=%s", listener.url)

@@ -120,6 +120,8 @@ class OpenAIServerSettings:
     tokenizer_threads: int = 2
     body_timeout_s: float = 60.0
     stall_s: float = 30.0
+    #: Time without a token after which a stream gets a comment; 0 never.
+    quiet_s: float = 15.0
     #: How much later than the workers' own deadline the server itself gives up.
     grace_s: float = 1.0
 
@@ -439,7 +441,8 @@ class OpenAIServer:
     async def _stream(
         self, call: HttpCall, plan: Plan, meter: Meter, budget_s: float, backend: Generator
     ) -> None:
-        answer, stream = plan.answer, call.stream(stall_s=self.settings.stall_s)
+        settings = self.settings
+        answer, stream = plan.answer, call.stream(stall_s=settings.stall_s, quiet_s=settings.quiet_s)
         call.failed = answer.failed
 
         def take(index: int, piece: Piece) -> Wait | None:
@@ -447,8 +450,11 @@ class OpenAIServer:
                 call.held.add(piece.nbytes)
             return stream.events(answer.events(index, piece))
 
-        await generate(backend, plan.samples, meter, take, budget_s=budget_s)
-        await stream.end(answer.usage_event() if plan.include_usage else b"")
+        try:
+            await generate(backend, plan.samples, meter, take, budget_s=budget_s)
+            await stream.end(answer.usage_event() if plan.include_usage else b"")
+        finally:
+            stream.close()
 
     # ---- small endpoints ------------------------------------------------------------------------
 

@@ -12,11 +12,18 @@ from segue.server.frontend.problems import body_of
 _encode = msgspec.json.Encoder().encode
 
 
+def named_event(event: dict[str, Any]) -> bytes:
+    """A server-sent event that is named by its `type`."""
+    return b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), _encode(event))
+
+
 class Dialect:
     """OpenAI's form; others are derived from it."""
 
     #: The end of every stream.
     done = b"data: [DONE]\n\n"
+    #: Something that clients ignore, for a stream that is quiet.
+    comment = b": waiting for tokens\n\n"
 
     def body(self, error: SegueError, request_id: str) -> dict[str, Any]:
         """The body of an error answer."""
@@ -54,6 +61,7 @@ class MessagesDialect(Dialect):
     """Anthropic's Messages."""
 
     done = b""
+    comment = named_event({"type": "ping"})
 
     def body(self, error: SegueError, request_id: str) -> dict[str, Any]:
         """See `Dialect.body`."""
@@ -67,11 +75,6 @@ class MessagesDialect(Dialect):
 
     def event(self, error: SegueError, request_id: str) -> bytes:
         return named_event(self.body(error, request_id))
-
-
-def named_event(event: dict[str, Any]) -> bytes:
-    """A server-sent event that is named by its `type`."""
-    return b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), _encode(event))
 
 
 _OPENAI, _RESPONSES, _MESSAGES = Dialect(), ResponsesDialect(), MessagesDialect()

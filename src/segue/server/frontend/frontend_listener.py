@@ -10,10 +10,13 @@ from collections.abc import Awaitable, Callable
 
 from segue.kv import Starting
 from segue.kv.session import url_of
+from segue.server.frontend.client_tls import ClientTls
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
 from segue.server.frontend.http_server import HttpServer, bind
 from segue.server.frontend.keys import ApiKeys, KeyCheck
+from segue.server.frontend.origins import Origins
 from segue.server.observe.metrics import Metrics
+from segue.server.settings.shared_config import ClientsConfig
 
 _App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -21,17 +24,31 @@ _App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class FrontendListener:
     """Listens at `host:port` and answers at once; `open` gives it the application, which checks keys by
     itself. `reason` says what it waits for until then. Make it in the loop that it serves in. Raises
-    ConfigError if it cannot listen."""
+    ConfigError if it cannot listen, or for a certificate that cannot be used."""
 
-    def __init__(self, host: str, port: int, *, drain_s: float, keys: ApiKeys, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        drain_s: float,
+        keys: ApiKeys,
+        metrics: Metrics,
+        clients: ClientsConfig | None = None,
+    ) -> None:
+        clients = clients or ClientsConfig()
         self.reason = "the frontend is loading the tokenizer"
         self._app: _App = KeyCheck(self._starting, keys, metrics) if keys else self._starting
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._app(scope, receive, send)
 
-        self._server = HttpServer(serve, bind(host, port), drain_s=drain_s)
-        self.url = url_of("http", *self._server.address)
+        tls = None
+        if clients.https_cert is not None and clients.https_key is not None:
+            tls = ClientTls(clients.https_cert, clients.https_key).context
+        app: _App = Origins(serve, clients.origins) if clients.origins else serve
+        self._server = HttpServer(app, bind(host, port), drain_s=drain_s, server_tls=tls)
+        self.url = url_of("http" if tls is None else "https", *self._server.address)
         #: ends with the server
         self.serving = self._server.start()
 

@@ -55,7 +55,7 @@ async def run_frontend(
     """
     drain_s = config.limit.drain_s
     listener = listener or FrontendListener(
-        config.host, config.port, drain_s=drain_s, keys=keys, metrics=metrics
+        config.host, config.port, drain_s=drain_s, keys=keys, metrics=metrics, clients=config.clients
     )
     try:
         listener.reason = "the frontend is loading the tokenizer"
@@ -73,6 +73,7 @@ async def run_frontend(
             limits=config.limit.limits(),
             defaults=defaults,
             access=config.access,
+            quiet_s=config.clients.stream_comment_s,
         )
         api = OpenAIServer(backend, tokenizer, settings, metrics, records, trace)
     except BaseException:

@@ -52,6 +52,8 @@ def request_id_of(scope: Scope) -> str:
 
 #: Where in an ASGI scope the check of API keys says whose key it was.
 TENANT = "segue.tenant"
+#: Where headers stand that an answer has besides its own.
+EXTRA_HEADERS = "segue.headers"
 #: Where it says whose cached prefixes the client may use.
 CACHE_DOMAIN = "segue.cache_domain"
 
@@ -82,7 +84,10 @@ class HttpCall:
         #: the event of an error in a stream that has begun; None: the dialect's
         self.failed: Callable[[SegueError], bytes | None] = lambda error: None
         self._finished = False
-        self._own_headers: tuple[Header, ...] = ((b"x-request-id", self.id.encode()),)
+        self._own_headers: tuple[Header, ...] = (
+            (b"x-request-id", self.id.encode()),
+            *scope.get(EXTRA_HEADERS, ()),
+        )
 
     def list_unknown(self, names: Sequence[str]) -> None:
         """Have the answer list names of fields that have no meaning here."""
@@ -206,9 +211,9 @@ class HttpCall:
                 async with asyncio.timeout(stall_s):
                     await self._exchange.drained()
 
-    def stream(self, *, stall_s: float) -> EventStream:
+    def stream(self, *, stall_s: float, quiet_s: float = 0.0) -> EventStream:
         """An answer of events. The status goes out with the first of them."""
-        return EventStream(self, self._exchange, stall_s)
+        return EventStream(self, self._exchange, stall_s, quiet_s)
 
     def start_stream(self) -> None:
         """Answer with a stream of events from now on."""
@@ -225,13 +230,33 @@ class EventStream:
     """Server-sent events with back-pressure.
 
     A client that does not read for `stall_s` seconds is cut: its buffers are bounded, but its connection and
-    its generation would otherwise be held for as long as it likes.
+    its generation would otherwise be held for as long as it likes. A stream without events for `quiet_s`
+    seconds (0: ever) gets a comment, so that proxies between do not take it for dead. Close it.
     """
 
-    def __init__(self, call: HttpCall, exchange: HttpExchange, stall_s: float) -> None:
+    def __init__(self, call: HttpCall, exchange: HttpExchange, stall_s: float, quiet_s: float) -> None:
         self._call = call
         self._exchange = exchange
         self._stall_s = stall_s
+        self._quiet_s = quiet_s
+        self._loop = asyncio.get_running_loop()
+        self._spoke_s = self._loop.time()
+        self._timer = self._loop.call_later(quiet_s, self._quiet) if quiet_s > 0 else None
+
+    def close(self) -> None:
+        """No comments any more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _quiet(self) -> None:
+        """The timer has ended; events since it was set only put it off."""
+        now = self._loop.time()
+        if now - self._spoke_s >= self._quiet_s:
+            self._spoke_s = now
+            if not self._exchange.behind and not self._call.gone:
+                self.events(self._call.dialect.comment)
+        self._timer = self._loop.call_at(self._spoke_s + self._quiet_s, self._quiet)
 
     def events(self, raw: bytes) -> Wait | None:
         """Send events in one write. If the client is behind: what to await before the next ones."""
@@ -239,6 +264,7 @@ class EventStream:
             return None
         if not self._call.begun:
             self._call.start_stream()
+        self._spoke_s = self._loop.time()
         self._exchange.send(raw)
         return self._drained if self._exchange.behind else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ REQUEST_S = 75.0
 #: Limit of an idle connection between two requests: longer than that of proxies (60), so that they close
 #: first.
 IDLE_S = 75.0
-_TLS_HINT = "this server speaks plain HTTP: use http://, or put a proxy with a certificate in front of it"
+_TLS_HINT = "this server speaks plain HTTP: use http://, or give it --https-cert and --https-key"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -62,5 +63,7 @@ class HttpServer(GuardedServer):
         *,
         drain_s: float,
         guard: Guard | None = None,
+        server_tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(app, sock, guard=guard or public_guard(), drain_s=drain_s)
+        guard = guard or public_guard()
+        super().__init__(app, sock, guard=guard, drain_s=drain_s, server_tls=server_tls)

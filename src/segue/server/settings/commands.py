@@ -31,6 +31,7 @@ from segue.server.settings.shared_config import (
     REVISION_HELP,
     AccessConfig,
     AnswersConfig,
+    ClientsConfig,
     LimitsConfig,
     LogConfig,
     ModelConfig,
@@ -88,6 +89,7 @@ class ServeConfig:
     ranks: RanksConfig = field(default_factory=RanksConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
+    clients: ClientsConfig = field(default_factory=ClientsConfig)
     events: KVEventsConfig = field(default_factory=KVEventsConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     engine: ModelConfig = field(default_factory=ModelConfig)
@@ -180,6 +182,7 @@ class ServeConfig:
             served_model_name=served_name(self.model, self.engine.served_model_name),
             answers=self.answers,
             access=self.access,
+            clients=self.clients,
             tls=self.tls,
             limit=self.limit,
             log=self.log,
@@ -372,6 +375,7 @@ class FrontendConfig:
     cache: str | None = text("folder for fetched and converted models", metavar="DIR")
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
+    clients: ClientsConfig = field(default_factory=ClientsConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -45,10 +45,8 @@ _QUANT = "not here, because KV and weights have one type, which --dtype names"
 _PARSER = "not here, because the marks of tool calls are found by the model's own chat template"
 _REASONING = "not here, because reasoning is not told apart from the answer: it is part of content"
 _PREFIXES = "prefixes are always kept and used again, unless the model keeps a state beside its KV"
-_CORS = "not here: let the proxy before the door answer for other origins"
 _METRICS = "metrics are always at /metrics"
 _CODE = "not here, because code that comes with a model is never run"
-_PLAIN = "the public door speaks plain HTTP, put a proxy before it"
 _SEED = "each request has its own seed"
 _LOG_REQUESTS = (
     "each request is one line without its text; --log-level warning leaves out those that end well"
@@ -125,8 +123,8 @@ FLAG_ALIASES = {
     "kv_events_config": "--kv-events-port, --kv-events-replay-port, --kv-events-host and --kv-events-topic",
     "load_balance_method": "--load-balance of segue prefill, or --policy of segue frontend and segue serve",
     # the door
-    "ssl_keyfile": f"{_PLAIN}; --tls-key is between the parts",
-    "ssl_certfile": f"{_PLAIN}; --tls-cert is between the parts",
+    "ssl_keyfile": "--https-key (--tls-key is between the parts)",
+    "ssl_certfile": "--https-cert (--tls-cert is between the parts)",
     "uvicorn_log_level": "--log-level",
     "disable_log_requests": _LOG_REQUESTS,
     "enable_log_requests": _LOG_REQUESTS,
@@ -146,9 +144,9 @@ FLAG_ALIASES = {
     "max_log_len": _LOG_REQUESTS,
     "disable_log_stats": _METRICS,
     "enable_metrics": _METRICS,
-    "allowed_origins": _CORS,
-    "allow_credentials": _CORS,
-    "ssl_ca_certs": f"{_PLAIN}; --tls-ca is between the parts",
+    "cors_allow_origins": "--allowed-origins",
+    "allow_credentials": "not here: clients send their API key in a header; --allowed-origins",
+    "ssl_ca_certs": "not here: clients show an API key (--api-key-file); --tls-ca is between the parts",
     "response_role": "not here: the role of an answer is assistant",
     "stream_interval": "not here: each token is sent as it comes",
     "max_logprobs": "not here: a request may ask for up to 20",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -145,6 +146,45 @@ class TlsConfig:
     def scheme(self) -> str:
         """The scheme of the registry's address."""
         return "https" if self.enabled else "http"
+
+
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientsConfig:
+    """The public port: TLS, pages of other origins, streams that are quiet."""
+
+    https_cert: str | None = text(
+        "certificate that clients are shown (PEM, with its chain); a new file is taken without a restart",
+        metavar="F",
+    )
+    https_key: str | None = text("private key of --https-cert (PEM, not encrypted)", metavar="F")
+    allowed_origins: str = text(
+        "origins whose pages may ask from a browser (https://HOST[:PORT], with commas), or *",
+        "",
+        metavar="LIST",
+    )
+    stream_comment_s: float = number(
+        "time without a token after which a stream gets a comment, so that proxies keep it open; 0 never",
+        15.0,
+        metavar="S",
+    )
+
+    def __post_init__(self) -> None:
+        if (self.https_cert is None) is not (self.https_key is None):
+            raise ConfigError("TLS for clients needs --https-cert and --https-key together")
+        for origin in self.origins - {"*"}:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed-origins: {origin!r} is no origin; give https://HOST[:PORT] without a path, "
+                    "or *"
+                )
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """The allowed origins."""
+        return frozenset(filter(None, (origin.strip() for origin in self.allowed_origins.split(","))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

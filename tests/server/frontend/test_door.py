@@ -1,0 +1,225 @@
+"""The public port for clients of the internet: TLS and its renewal, pages of other origins, quiet streams."""
+
+import asyncio
+import contextlib
+import ssl
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from test_tool_calls import ASK
+
+from conftest import DEADLINE_S, FakeBackend, Running, serve
+from segue.engine.request import Output, Request
+from segue.kv.errors import ConfigError, OutOfCapacity
+from segue.server.frontend.client_tls import ClientTls
+from segue.server.frontend.frontend_listener import FrontendListener
+from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
+from segue.server.frontend.keys import ApiKeys
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.observe.metrics import Metrics
+from segue.server.settings.shared_config import ClientsConfig
+from tls_files import Authority
+
+PAGE = "https://page.example"
+
+
+async def told(scope: Scope, receive: Receive, send: Send) -> None:
+    await HttpCall(scope, receive).answer(200, {"here": scope["path"]})
+
+
+@contextlib.asynccontextmanager
+async def listening(keys: tuple[str, ...] = (), **clients: Any) -> AsyncIterator[str]:
+    listener = FrontendListener(
+        "127.0.0.1",
+        0,
+        drain_s=1,
+        keys=ApiKeys(keys),
+        metrics=Metrics(),
+        clients=ClientsConfig(**clients),
+    )
+    try:
+        if not keys:
+            listener.open(told)
+        yield listener.url
+    finally:
+        await listener.close()
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """The test, run in an event loop of its own."""
+
+    @wraps(test)
+    def run(**given: Any) -> None:
+        uvloop.run(test(**given))  # type: ignore[arg-type]
+
+    return run
+
+
+# ---- TLS ----------------------------------------------------------------------------------------
+
+
+def shown(url: str, authority: Authority) -> bytes:
+    """The certificate that a client is shown, which comes from this authority."""
+    context = ssl.create_default_context(cafile=str(authority.file))
+    with httpx.Client(verify=context) as client, client.stream("GET", f"{url}/x") as answer:
+        assert answer.status_code == 200
+        found: bytes = answer.extensions["network_stream"].get_extra_info("ssl_object").getpeercert(True)
+        answer.read()
+        return found
+
+
+@in_loop
+async def test_a_renewed_certificate_is_shown_to_the_next_client_and_a_broken_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(tmp_path)
+    first, second = authority.issue(), authority.issue()
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def put(files: Any) -> None:
+        # As a renewal does it: each file is replaced at once.
+        for source, at in ((files.key, key), (files.cert, cert)):
+            (tmp_path / "new").write_bytes(source.read_bytes())
+            (tmp_path / "new").rename(at)
+
+    put(first)
+    async with listening(https_cert=str(cert), https_key=str(key)) as url:
+        assert url.startswith("https://")
+        before = await asyncio.to_thread(shown, url, authority)
+        assert await asyncio.to_thread(shown, url, authority) == before
+        put(second)
+        after = await asyncio.to_thread(shown, url, authority)
+        assert after != before
+        (tmp_path / "new").write_bytes(first.key.read_bytes())
+        (tmp_path / "new").rename(key)
+        assert await asyncio.to_thread(shown, url, authority) == after, "the pair does not fit: not taken"
+        cert.unlink()
+        assert await asyncio.to_thread(shown, url, authority) == after
+        assert "are not used" in caplog.text
+        put(first)
+        assert await asyncio.to_thread(shown, url, authority) == before
+
+
+@in_loop
+async def test_a_client_without_tls_gets_no_answer(tmp_path: Path) -> None:
+    files = Authority(tmp_path).issue()
+    async with listening(https_cert=str(files.cert), https_key=str(files.key)) as url:
+        with pytest.raises(httpx.HTTPError):
+            async with httpx.AsyncClient() as client:
+                (await client.get(url.replace("https", "http"))).raise_for_status()
+
+
+def test_files_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None:
+    first, second = Authority(tmp_path).issue(), Authority(tmp_path, "b").issue()
+    with pytest.raises(ConfigError, match="matching pair"):
+        ClientTls(str(first.cert), str(second.key))
+    with pytest.raises(ConfigError, match=r"--https-key .* cannot be read"):
+        ClientTls(str(first.cert), str(tmp_path / "no"))
+    with pytest.raises(ConfigError, match="together"):
+        ClientsConfig(https_cert="x")
+
+
+# ---- pages of other origins ---------------------------------------------------------------------
+
+ASKS = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization",
+}
+
+
+@pytest.mark.parametrize("allowed", [PAGE, f"https://other.example, {PAGE}", "*"])
+@in_loop
+async def test_a_page_of_an_allowed_origin_may_ask_and_read_the_answer(allowed: str) -> None:
+    async with (
+        listening(allowed_origins=allowed, keys=("right",)) as locked,
+        listening(allowed_origins=allowed) as url,
+        httpx.AsyncClient() as client,
+    ):
+        asked = await client.options(f"{locked}/v1/models", headers=ASKS)
+        assert asked.status_code == 204, "a browser asks without the key"
+        assert asked.headers["access-control-allow-headers"] == "authorization"
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        for at, status in ((url, 200), (locked, 401)):
+            answer = await client.get(f"{at}/v1/models", headers={"origin": PAGE})
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == ("*" if allowed == "*" else PAGE)
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("allowed", ["", "https://other.example"])
+@in_loop
+async def test_a_page_of_another_origin_may_not(allowed: str) -> None:
+    async with listening(allowed_origins=allowed, keys=("right",)) as url, httpx.AsyncClient() as client:
+        assert (await client.options(f"{url}/v1/models", headers=ASKS)).status_code == 401
+        answer = await client.get(f"{url}/health", headers={"origin": PAGE})
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("wrong", ["page.example", "https://page.example/path", "https://*.example", "null"])
+def test_an_origin_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="is no origin"):
+        ClientsConfig(allowed_origins=f"{PAGE},{wrong}")
+
+
+# ---- quiet streams ------------------------------------------------------------------------------
+
+
+class Slow(FakeBackend):
+    """Says nothing until it may, and then fails or answers."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        super().__init__(tokenizer)
+        self.go_on = asyncio.Event()
+
+    async def _run(self, request: Request) -> AsyncIterator[Output]:
+        async for output in super()._run(request):
+            self.reached.set()
+            await self.go_on.wait()
+            if self.error is not None:
+                raise self.error.info.exception()
+            yield output
+
+
+def pass_time(running: Running, backend: Slow) -> None:
+    """Three times as long as a stream may be quiet, once the request runs."""
+    assert backend.reached.wait(DEADLINE_S)
+    for _ in range(3):
+        running.over(16.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "comment"),
+    [
+        ("/v1/chat/completions", ": waiting for tokens\n\n"),
+        ("/v1/responses", ": waiting for tokens\n\n"),
+        ("/v1/messages", 'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_without_tokens_gets_comments(
+    tokenizer: ModelTokenizer, path: str, comment: str, fails: bool
+) -> None:
+    backend = Slow(tokenizer)
+    backend.error = OutOfCapacity("full") if fails else None
+    body = {"model": "tiny", "messages": ASK, "input": "hi", "max_tokens": 50, "stream": True}
+    with serve(backend, tokenizer, jumping=True, quiet_s=15.0) as running:
+        passing = threading.Thread(target=pass_time, args=(running, backend))
+        passing.start()
+        with running.http.stream("POST", path, json=body) as answer_of:
+            passing.join()
+            pieces, text = answer_of.iter_text(), ""
+            while text.count(comment) < 3:
+                text += next(pieces)
+            assert text == comment * 3
+            running.on_loop(backend.go_on.set)
+            text += "".join(pieces)
+        assert text.startswith(comment * 3)
+        assert ("full" in text) is fails
+        assert text.count(comment) == 3
