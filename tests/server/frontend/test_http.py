@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -510,3 +511,25 @@ def test_a_connection_that_is_reset_in_the_body_is_harmless(door: Running) -> No
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
     assert door.post("/v1/chat/completions", chat()).status_code == 200
+
+
+def test_the_log_names_each_request_in_one_style(
+    door: Running, backend: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "segue.frontend")
+
+    def logged(path: str, status: int) -> str:
+        body = {"messages": [{"role": "user", "content": "hi"}], "prompt": "a", "max_tokens": 2}
+        assert door.post(path, body, headers={"x-request-id": "mine"}).status_code == status
+        door.on_loop(lambda: None)
+        [line] = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return line
+
+    start = r"event=answered request_id=mine endpoint=%s status=%d seconds=\d+\.\d{3}"
+    assert re.fullmatch(start % ("chat", 200), logged("/v1/chat/completions", 200))
+    backend.refuse = OutOfCapacity("full up")
+    assert re.fullmatch(
+        start % ("completions", 429) + " code=OUT_OF_CAPACITY reason='full up'",
+        logged("/v1/completions", 429),
+    )

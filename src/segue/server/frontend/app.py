@@ -223,7 +223,7 @@ class OpenAIServer:
             error = DeadlineExceeded("the request's deadline passed", phase="frontend")
         except Exception as failure:
             # A bug in one request's handling is that request's error, and loud.
-            log.exception("request %s failed on a bug", call.id)
+            log.exception("event=bug request_id=%s", call.id)
             error = Internal(f"{type(failure).__name__} while answering; see the log for {call.id}")
         finally:
             self._calls.discard(call)
@@ -244,9 +244,9 @@ class OpenAIServer:
         self.metrics.finished(endpoint, code)
         if code is not None and code is not ErrorCode.INVALID_REQUEST:
             text = error.info.text if error else ""
-            log.warning("%s %s %d %s %.3fs %s", call.id, endpoint, call.status, code, seconds, text)
+            log.warning(_ANSWERED + " code=%s reason=%r", call.id, endpoint, call.status, seconds, code, text)
         else:
-            log.info("%s %s %d %.3fs", call.id, endpoint, call.status, seconds)
+            log.info(_ANSWERED, call.id, endpoint, call.status, seconds)
 
     async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, bytes]:
         """The decoded body, and as it came."""
@@ -632,6 +632,8 @@ def _record_of(
     )
 
 
+#: The line of each answer in the log.
+_ANSWERED: Final = "event=answered request_id=%s endpoint=%s status=%d seconds=%.3f"
 _GONE = AbortedByClient("the client left").info
 
 
