@@ -25,7 +25,7 @@ from segue.kv.errors import ConfigError, Internal, PeerRefused
 from segue.kv.ids import Role
 from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import Layers, argv, build, settings
-from segue.server.settings.shared_config import AccessConfig, TlsConfig
+from segue.server.settings.shared_config import AccessConfig
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready, decode_report
 
@@ -198,7 +198,7 @@ def test_a_clients_key_is_never_shown_nor_put_on_a_command_line(
         (AccessConfig(api_key_file="a b"), "$(grep -m1 '^[^#]' 'a b')"),
     ):
         console = Console()
-        processes.announce_ready(console, "http://127.0.0.1:7", "m", access, "segue ps")
+        processes.announce_ready(console, "http://127.0.0.1:7", "m", access)
         console.close()
         said = capsys.readouterr()
         assert "hunter2" not in said.err + said.out
@@ -304,19 +304,19 @@ def test_who_is_ready_tells_the_supervisor_or_the_person(capsys: pytest.CaptureF
         os.close(fd)
 
 
-def test_the_command_that_shows_a_fleet_has_its_registry_secret_and_certificates(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [("/opt/my tools/segue", "'/opt/my tools/segue' ps"), ("/x/main.py", "/usr/bin/py -m segue.cli.main ps")],
+)
+def test_the_command_that_shows_a_fleet_is_said_as_this_one_was_started(
+    program: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["/opt/my tools/segue", "serve"])
-    tls = TlsConfig(tls_cert="a b.pem", tls_key="k.pem", tls_ca="ca.pem")
-    assert processes.look_command("http://127.0.0.1:9", "/proc/5/fd/7", tls) == (
-        "'/opt/my tools/segue' ps --registry http://127.0.0.1:9 --secret-file /proc/5/fd/7 "
-        "--tls-cert 'a b.pem' --tls-key k.pem --tls-ca ca.pem"
-    )
-    monkeypatch.setattr(sys, "argv", ["/x/segue/cli/main.py", "serve"])
-    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
-    looking = processes.look_command("http://127.0.0.1:9", "/s", TlsConfig())
-    assert looking == "/usr/bin/python3 -m segue.cli.main ps --registry http://127.0.0.1:9 --secret-file /s"
+    monkeypatch.setattr(sys, "argv", [program, "serve"])
+    monkeypatch.setattr(sys, "executable", "/usr/bin/py")
+    console = Console()
+    processes.announce_ready(console, "http://127.0.0.1:7", "m", None)
+    console.close()
+    assert f"look: {shown}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [15, 16, 4096, 4097])
@@ -531,8 +531,8 @@ def test_every_command_that_may_have_a_secret_reads_it(
     file, given = tmp_path / "secret", []
     file.write_text("a-secret-of-some-length")
 
-    async def asked(config: Any, *_more: object, **_named: object) -> int:
-        given.append(config.secret)
+    async def asked(fleets: Any, *_more: object, **_named: object) -> int:
+        given.extend(config.secret for config in fleets.values())
         return 0
 
     def run(config: Any, *_more: object) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +16,15 @@ from segue.cli.commands import operate_commands as operate
 from segue.cli.commands.operate_commands import duration, pairs, shown, table
 from segue.cli.commands.operate_flags import seconds
 from segue.cli.main import main
-from segue.kv.errors import ConfigError
+from segue.kv.errors import ConfigError, NotFound, PeerLost
 from segue.kv.ids import Role
 from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
 from segue.server.fleet.life import Life
 from segue.server.fleet.operator import Row
 from segue.server.messages.control import Load
 from segue.server.messages.operate import PairStatus, Status
+from segue.server.settings.shared_config import TlsConfig
+from segue.server.supervisor.local_deployments import announced, runtime_folder
 
 LOAD = Load(
     dp_rank=0,
@@ -265,3 +267,69 @@ def test_a_fleet_is_shown_or_written_as_json(
         assert json.loads(said)[0]["instance"] == "c" * 32
     else:
         assert said.startswith("INSTANCE")
+
+
+# ---- without --registry --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Two deployments of this user by the port of their registries, and what each operator is asked."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    fleets: dict[str, Any] = {"1": Asked([], []), "2": Asked(["a part"], [])}
+
+    @contextlib.asynccontextmanager
+    async def operator(url: str, **_given: Any) -> AsyncIterator[Any]:
+        if isinstance(fleets[url[-1]], PeerLost):
+            raise fleets[url[-1]]
+        yield fleets[url[-1]]
+
+    monkeypatch.setattr(operate, "operator", operator)
+    monkeypatch.setattr(operate, "describe_life", lambda life: f"the life of {life.request_id}")
+    with announced("http://127.0.0.1:8001", "m", "http://127.0.0.1:1", None, TlsConfig()):
+        [file] = runtime_folder().iterdir()
+        second = file.read_bytes().replace(b":8001", b":8002").replace(b"127.0.0.1:1", b"127.0.0.1:2")
+        (runtime_folder() / "0.json").write_bytes(second)
+        yield fleets
+
+
+def test_all_deployments_here_are_shown_and_one_without_an_answer_hides_no_other(
+    two_here: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ps"]) == 0
+    shown_of = dict(part.split("\n", 1) for part in capsys.readouterr().out.strip().split("\n\nhttp"))
+    assert len(shown_of) == 2
+    assert all("cccccccc" in text for text in shown_of.values())
+    two_here["1"] = PeerLost("nobody listens")
+    assert main(["ps"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("http://127.0.0.1:8002\n")
+    assert "http://127.0.0.1:8001: nobody listens" in said.err
+
+
+def test_a_request_is_looked_for_in_each_deployment_here(
+    two_here: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dead in (None, "1"):
+        if dead:
+            two_here[dead] = PeerLost("nobody listens")
+        assert main(["explain", "r"]) == 0
+        assert capsys.readouterr().out == "the life of r\n"
+
+
+def test_an_instance_is_looked_for_in_each_deployment_here(
+    two_here: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def unknown(_name: str) -> Any:
+        raise NotFound("no such instance")
+
+    assert main(["drain", "aaaa"]) == 1
+    assert "have an instance 'aaaa'" in capsys.readouterr().err
+    two_here["1"].named = unknown
+    assert main(["drain", "aaaa"]) == 0
+    assert two_here["2"].calls[-1] == ("steer", True, 600.0)
+    two_here["2"].named = unknown
+    assert main(["drain", "aaaa"]) == 1
+    said = capsys.readouterr().err
+    assert "http://127.0.0.1:8001: no such instance" in said
+    assert "http://127.0.0.1:8002: no such instance" in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -52,6 +51,9 @@ class Served:
                 stderr = Path(made.name)
         self._log = stderr
         self._door_port = door_port
+        self._folder = tempfile.TemporaryDirectory(prefix="segue-run-")
+        #: other deployments of this user are none of this test's
+        self.runtime = {"XDG_RUNTIME_DIR": self._folder.name}
         #: what carries the KV between processes of one host
         self.transport = _value(arguments, "--transport", "shm")
         self.is_registry = "--bootstrap-port" in arguments
@@ -65,7 +67,7 @@ class Served:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"} | (environ or {}),
+                env=os.environ | {"HF_HUB_OFFLINE": "1"} | self.runtime | (environ or {}),
                 start_new_session=True,
             )
         self.line = self.url = ""
@@ -141,10 +143,10 @@ class Served:
         return lines
 
     def operate(self, *words: str) -> str:
-        """The output of a command for this deployment, with the address and secret of its `look:` line."""
-        [look] = re.findall(r"^look: .* ps (.*)$", self.log(), re.M)
-        command = [sys.executable, "-m", "segue.cli.main", *words, *shlex.split(look)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        """The output of a command, which finds this deployment by its runtime folder."""
+        command = [sys.executable, "-m", "segue.cli.main", *words]
+        environ = os.environ | self.runtime
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -241,6 +243,7 @@ class Served:
                 sys.stderr.write(f"---- {self.command}\n{self.log()[-6000:]}")
             if self._own_log:
                 self._log.unlink()
+            self._folder.cleanup()
 
     def terminate(self) -> None:
         family, sockets = self.family(), self._sockets()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shlex
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,7 +110,8 @@ def test_paris(served: Served) -> None:
 
 def test_the_command_that_serve_prints_shows_the_fleet(served: Served) -> None:
     (line,) = re.findall(r"^look: (.*)$", served.log(), re.M)
-    shown = subprocess.run(shlex.split(line), capture_output=True, text=True, timeout=60, check=True).stdout
+    assert line.endswith(" ps")
+    shown = served.operate("ps")
     assert [row.split()[2] for row in shown.splitlines()[1:3]] == ["decode", "prefill"]
 
 

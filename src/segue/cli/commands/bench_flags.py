@@ -59,7 +59,12 @@ class BenchConfig:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `segue bench` to its parser."""
     add = parser.add_argument
-    add("url", metavar="URL", help="server to measure, http://HOST:PORT")
+    add(
+        "url",
+        metavar="URL",
+        nargs="?",
+        help="server to measure, http://HOST:PORT (default: the one deployment of this user on this host)",
+    )
     add("--model", metavar="NAME", help="model to ask for (default: the first one the server lists)")
     add(
         "--api",
@@ -104,5 +109,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace) -> BenchConfig:
     """The measurement that `args` ask for. Raises ConfigError."""
-    fields = BenchConfig.__dataclass_fields__
-    return BenchConfig(**{name: getattr(args, name) for name in fields})
+    given = {name: getattr(args, name) for name in BenchConfig.__dataclass_fields__}
+    return BenchConfig(**given | {"url": args.url or _the_server_here()})
+
+
+def _the_server_here() -> str:
+    """The URL of the only deployment of this user on this host. Raises ConfigError."""
+    from segue.server.supervisor.local_deployments import local_deployments
+
+    found = [here.url for here in local_deployments()]
+    if not found:
+        raise ConfigError(
+            "no deployment of this user runs on this host: start one with segue serve, or name a URL"
+        )
+    if len(found) > 1:
+        raise ConfigError(f"{len(found)} deployments of this user run here; name one: {', '.join(found)}")
+    return found[0]

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 import msgspec
 
 from segue.cli import flags
 from segue.cli.commands.operate_flags import seconds
-from segue.kv import LeaderId, Limits, NotFound, Role
+from segue.kv import ConfigError, LeaderId, Limits, NotFound, Role, SegueError
 from segue.kv.session import tls_from_files
-from segue.server.fleet.life import describe_life
+from segue.server.fleet.life import Life, describe_life
 from segue.server.fleet.operator import Operator, Row, operator
 from segue.server.messages.operate import PairStatus, Status
 from segue.server.messages.records import MAX_RECORDS, MAX_RECORDS_BYTES
 from segue.server.registry.registry_records import ReplicaRecord
 from segue.server.settings.commands import OperatorConfig
+from segue.server.supervisor.local_deployments import local_deployments
 
 #: Digits of an incarnation that are shown.
 DIGITS = 8
@@ -27,28 +30,70 @@ DIGITS = 8
 def operate(args: argparse.Namespace) -> int:
     """Run one of the commands; the exit status. Raises SegueErrors."""
     config = flags.with_secret(flags.load(OperatorConfig, args.command, args))
+    fleets = reached(config)
     if args.command == "ps":
-        return asyncio.run(_ps(config, as_json=args.json))
+        return asyncio.run(_ps(fleets, as_json=args.json))
     if args.command == "explain":
-        return asyncio.run(_explain(config, args.request_id, as_json=args.json))
+        return asyncio.run(_explain(fleets, args.request_id, as_json=args.json))
     role = Role(args.role) if args.command == "switch" else None
     draining = args.command != "resume"
-    return asyncio.run(_steer(config, args.instance, draining, role, seconds(args.timeout)))
+    return asyncio.run(_steer(fleets, args.instance, draining, role, seconds(args.timeout)))
 
 
-async def _ps(config: OperatorConfig, *, as_json: bool) -> int:
-    async with _operator(config) as operator:
-        rows = await operator.ps()
+def reached(config: OperatorConfig) -> dict[str, OperatorConfig]:
+    """The fleets that a command asks: the one of `--registry`, by that address, else those of this user on
+    this host, by the URL of each frontend, the latest first. Raises ConfigError without any."""
+    if config.registry is not None:
+        return {config.registry: config}
+    found = {
+        here.url: flags.with_secret(
+            replace(config, registry=here.registry, secret_file=here.secret_file, tls=here.tls)
+        )
+        for here in local_deployments()
+    }
+    if not found:
+        raise ConfigError(
+            "no deployment of this user runs on this host: start one with segue serve, or give --registry"
+        )
+    return found
+
+
+async def _ps(fleets: Mapping[str, OperatorConfig], *, as_json: bool) -> int:
+    rows, status = {}, 0
+    for url, config in fleets.items():
+        try:
+            async with _operator(config) as operator:
+                rows[url] = await operator.ps()
+        except SegueError as error:
+            if len(fleets) == 1:
+                raise
+            print(f"segue: {url}: {error}", file=sys.stderr)
+            status = 1
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(rows)).decode())
+        print(
+            msgspec.json.format(msgspec.json.encode([row for each in rows.values() for row in each])).decode()
+        )
+    elif len(fleets) == 1:
+        print(*map(shown, rows.values()), sep="\n")
     else:
-        print(shown(rows))
-    return 0
+        print(*(f"{url}\n{shown(each)}" for url, each in rows.items()), sep="\n\n")
+    return status
 
 
-async def _explain(config: OperatorConfig, request_id: str, *, as_json: bool) -> int:
-    async with _operator(config) as operator:
-        life = await operator.explain(request_id)
+async def _explain(fleets: Mapping[str, OperatorConfig], request_id: str, *, as_json: bool) -> int:
+    life = Life(request_id, [], [])
+    for url, config in fleets.items():
+        try:
+            async with _operator(config) as operator:
+                found = await operator.explain(request_id)
+        except SegueError as error:
+            if len(fleets) == 1:
+                raise
+            life.silent.append(f"{url}: {error}")
+            continue
+        life = Life(request_id, found.parts, life.silent + found.silent)
+        if life.parts:
+            break
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(life)).decode())
     elif life.parts:
@@ -62,15 +107,36 @@ async def _explain(config: OperatorConfig, request_id: str, *, as_json: bool) ->
     return 0
 
 
+async def _with_instance(fleets: Mapping[str, OperatorConfig], name: str) -> OperatorConfig:
+    """The fleet with the instance `name`. Raises NotFound, also where several have one."""
+    if len(fleets) == 1:
+        return next(iter(fleets.values()))
+    found, errors = {}, []
+    for url, config in fleets.items():
+        try:
+            async with _operator(config) as operator:
+                await operator.named(name)
+        except SegueError as error:
+            errors.append(f"{url}: {error}")
+        else:
+            found[url] = config
+    if len(found) > 1:
+        raise NotFound(f"{' and '.join(found)} have an instance {name[:64]!r}; give more digits of its name")
+    if not found:
+        raise NotFound("; ".join(errors))
+    return next(iter(found.values()))
+
+
 def _operator(config: OperatorConfig) -> AbstractAsyncContextManager[Operator]:
+    assert config.registry is not None  # `reached` has found one
     tls = tls_from_files(config.tls, None)
     return operator(config.registry, secret=config.secret or None, limits=Limits(), tls=tls)
 
 
 async def _steer(
-    config: OperatorConfig, name: str, draining: bool, role: Role | None, timeout_s: float
+    fleets: Mapping[str, OperatorConfig], name: str, draining: bool, role: Role | None, timeout_s: float
 ) -> int:
-    async with _operator(config) as operator:
+    async with _operator(await _with_instance(fleets, name)) as operator:
         record = await operator.named(name)
 
         def say(where: ReplicaRecord, sight: Status) -> None:

@@ -33,6 +33,7 @@ from segue.server.settings.shared_config import AccessConfig, TlsConfig
 from segue.server.supervisor.console import Console, LogFolder
 from segue.server.supervisor.dp_rank_processes import RankProcesses
 from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready
+from segue.server.supervisor.local_deployments import announced
 from segue.server.supervisor.process_tree import MARGIN_S, THREAD_VARIABLES, ServeResult
 from segue.server.supervisor.supervisor import Supervisor, check_port
 
@@ -79,9 +80,11 @@ def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
     config = dataclasses.replace(config, model=str(path), engine=engine)
     logs.event(log, "config", **config.derived(host, size))
 
+    listed = contextlib.ExitStack()
+
     def announce(url: str, registry: str, secret_file: str) -> None:
-        looking = look_command(registry, secret_file, config.tls)
-        announce_ready(console, url, name, config.access if keys else None, looking)
+        list_deployment(listed, url, name, registry, secret_file, config.tls)
+        announce_ready(console, url, name, config.access if keys else None)
 
     async def run() -> ServeResult:
         return await Supervisor(
@@ -95,7 +98,8 @@ def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
             console=console,
         ).run()
 
-    outcome = asyncio.run(run())
+    with listed:
+        outcome = asyncio.run(run())
     return outcome.status, outcome.reason
 
 
@@ -153,17 +157,20 @@ def child_command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequen
     return [sys.executable, "-m", "segue.cli.main", str(role), *argv(config)]
 
 
-def look_command(registry: str, secret_file: str, tls: TlsConfig) -> str:
-    """The command that shows this fleet. Only we and our user can read what `secret_file` names."""
-    files = {"--tls-cert": tls.tls_cert, "--tls-key": tls.tls_key, "--tls-ca": tls.tls_ca}
-    flags = [f"{flag} {shlex.quote(file)}" for flag, file in files.items() if file is not None]
-    start = shlex.quote(sys.argv[0])
-    if sys.argv[0].endswith(".py"):
-        start = f"{shlex.quote(sys.executable)} -m segue.cli.main"
-    return " ".join([start, "ps --registry", registry, "--secret-file", secret_file, *flags])
+def list_deployment(
+    listed: contextlib.ExitStack, url: str, model: str, registry: str, secret_file: str | None, tls: TlsConfig
+) -> None:
+    """Let `segue ps` and the like of this user find a deployment until `listed` is closed."""
+    try:
+        listed.enter_context(announced(url, model, registry, secret_file, tls))
+    except (OSError, ConfigError) as exc:
+        secret = "" if secret_file is None else f" --secret-file {secret_file}"
+        log.warning(
+            "segue ps does not find this deployment: %s; give it --registry %s%s", exc, registry, secret
+        )
 
 
-def announce_ready(console: Console, url: str, model: str, access: AccessConfig | None, looking: str) -> None:
+def announce_ready(console: Console, url: str, model: str, access: AccessConfig | None) -> None:
     """Print a request to try, without a key in it: a terminal's history and logs must not contain one."""
     shown = ""
     if access is not None:
@@ -174,7 +181,10 @@ def announce_ready(console: Console, url: str, model: str, access: AccessConfig 
     question = {"role": "user", "content": "What is the capital of France?"}
     body = shlex.quote(json.dumps({"model": model, "temperature": 0, "messages": [question]}))
     console.say(f"try: curl {url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {body}")
-    console.say(f"look: {looking}")
+    start = shlex.quote(sys.argv[0])
+    if sys.argv[0].endswith(".py"):
+        start = f"{shlex.quote(sys.executable)} -m segue.cli.main"
+    console.say(f"look: {start} ps")
     console.announce(f"ready {url}")
 
 
@@ -280,8 +290,15 @@ def frontend(args: argparse.Namespace) -> int:
             from segue.cli.commands.frontend import run as serve_http
 
         try:
-            ready = partial(report_ready, lifeline, config.label)
-            loaded = uvloop.run(serve_http(config, ready, lifeline))
+            with contextlib.ExitStack() as listed:
+
+                def ready(url: str) -> None:
+                    if not lifeline.supervised:
+                        model = config.model or ""
+                        list_deployment(listed, url, model, config.registry, config.secret_file, config.tls)
+                    report_ready(lifeline, config.label, url)
+
+                loaded = uvloop.run(serve_http(config, ready, lifeline))
         except asyncio.CancelledError:
             log.warning("event=stopped_at_once")
             return 1

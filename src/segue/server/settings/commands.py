@@ -401,16 +401,19 @@ class FrontendConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorConfig:
-    """`segue ps`, `drain`, `resume`: how the instances of a registry are asked. `secret` as in
-    `InstanceConfig`."""
+    """`segue ps`, `drain`, `resume`: how the instances of a registry are asked; without `registry`, those of
+    the deployments of this user on this host. `secret` as in `InstanceConfig`."""
 
-    registry: str = required(REGISTRY_HELP, metavar="URL")
+    registry: str | None = text(
+        f"{REGISTRY_HELP} (default: the deployments of this user on this host)", metavar="URL"
+    )
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
     tls: TlsConfig = field(default_factory=TlsConfig)
     secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
-        check_url(self.registry, encrypted=self.tls.enabled)
+        if self.registry is not None:
+            check_url(self.registry, encrypted=self.tls.enabled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

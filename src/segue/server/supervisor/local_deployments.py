@@ -1,0 +1,121 @@
+"""The deployments of this user on this host: a folder with a file for each, which says how to reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from segue.kv import ConfigError
+from segue.server.settings.shared_config import TlsConfig
+
+#: Limits of the folder: files that are read, and bytes of one.
+MAX_FILES = 256
+MAX_BYTES = 64 << 10
+
+
+class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
+    """A frontend that runs here: the URL for clients, the name of its model, its registry, and the files that
+    a part of the deployment needs. `pid` and `started` (seconds since 1970) are those of the process that
+    announced it; the secret itself is in no file of the folder."""
+
+    url: str
+    model: str
+    registry: str
+    secret_file: str | None = None
+    tls: TlsConfig
+    pid: int
+    started: float
+
+    def lives(self) -> bool:
+        """The process that announced it still runs; another one with the same number does not count."""
+        return started_at(self.pid) == self.started
+
+
+def started_at(pid: int) -> float | None:
+    """When the process `pid` started, in seconds since 1970; None without one."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
+
+
+def runtime_folder() -> Path:
+    """`segue` in `$XDG_RUNTIME_DIR`; without that variable `segue-UID` in the folder for temporary files."""
+    parent = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(parent) / "segue" if parent else Path(tempfile.gettempdir()) / f"segue-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def announced(
+    url: str, model: str, registry: str, secret_file: str | None, tls: TlsConfig, folder: Path | None = None
+) -> Iterator[None]:
+    """List a deployment of this process while this is open. Paths may be relative. Raises OSError where the
+    folder cannot be written, ConfigError where others can."""
+    place = folder or runtime_folder()
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(place)
+    me = os.getpid()
+    deployment = LocalDeployment(
+        url=url,
+        model=model,
+        registry=registry,
+        secret_file=_absolute(secret_file),
+        tls=TlsConfig(
+            tls_cert=_absolute(tls.tls_cert), tls_key=_absolute(tls.tls_key), tls_ca=_absolute(tls.tls_ca)
+        ),
+        pid=me,
+        started=started_at(me) or 0.0,
+    )
+    file, part = place / f"{me}.json", place / f"{me}.part"
+    part.write_bytes(msgspec.json.encode(deployment))
+    part.replace(file)  # a reader sees all of it or nothing
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def local_deployments(folder: Path | None = None) -> list[LocalDeployment]:
+    """The deployments that run, the latest first. Files of processes that have ended are taken away. Raises
+    ConfigError for a folder that another user owns or can write."""
+    place = folder or runtime_folder()
+    if not place.exists():
+        return []
+    _check_private(place)
+    found = []
+    for file in sorted(place.glob("*.json"))[:MAX_FILES]:
+        deployment = _read(file)
+        if deployment is not None and deployment.lives():
+            found.append(deployment)
+        else:
+            file.unlink(missing_ok=True)
+    return sorted(found, key=lambda deployment: -deployment.started)
+
+
+def _read(file: Path) -> LocalDeployment | None:
+    try:
+        with file.open("rb") as content:
+            return msgspec.json.decode(content.read(MAX_BYTES), type=LocalDeployment)
+    except (OSError, msgspec.DecodeError, ConfigError):
+        return None
+
+
+def _check_private(place: Path) -> None:
+    """Another user who can write there could name a registry of theirs for our next command."""
+    seen = place.lstat()
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o022:
+        raise ConfigError(
+            f"{place} must be a folder that this user owns and nobody else can write: correct it, or set "
+            "XDG_RUNTIME_DIR"
+        )
+
+
+def _absolute(file: str | None) -> str | None:
+    return None if file is None else str(Path(file).absolute())

@@ -1,0 +1,110 @@
+"""The folder in which `segue ps` and the like find the deployments of this user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from segue.cli.main import main
+from segue.kv.errors import ConfigError
+from segue.server.settings.shared_config import TlsConfig
+from segue.server.supervisor.local_deployments import announced, local_deployments, runtime_folder
+
+REGISTRY = "http://127.0.0.1:9"
+NO_TLS = TlsConfig()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return runtime_folder()
+
+
+def test_a_deployment_is_listed_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local_deployments() == []
+    monkeypatch.chdir(folder.parent)
+    tls = TlsConfig(tls_cert="c.pem", tls_key="k.pem", tls_ca="ca.pem")
+    with announced("http://127.0.0.1:8000", "tiny", REGISTRY, "segue.secret", tls):
+        [found] = local_deployments()
+        assert (found.url, found.model, found.registry) == ("http://127.0.0.1:8000", "tiny", REGISTRY)
+        # Another process has another working directory.
+        assert found.secret_file == str(folder.parent / "segue.secret")
+        assert found.tls.tls_ca == str(folder.parent / "ca.pem")
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert local_deployments() == [] == list(folder.iterdir())
+
+
+def test_a_killed_deployment_is_not_listed_also_when_another_process_has_its_number(folder: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "from segue.server.settings.shared_config import TlsConfig\n"
+        "from segue.server.supervisor.local_deployments import announced\n"
+        "with announced('http://127.0.0.1:1', 'm', 'http://127.0.0.1:9', None, TlsConfig()):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == -9
+    [left] = folder.iterdir()
+    ours = folder / f"{os.getpid()}.json"
+    ours.write_bytes(left.read_bytes().replace(left.stem.encode(), str(os.getpid()).encode()))
+    assert local_deployments() == [] == list(folder.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"url": 3}', b"\xff" * 100, b" " * 70_000])
+def test_a_file_that_is_no_deployment_is_taken_away(folder: Path, content: bytes) -> None:
+    with announced("http://127.0.0.1:8000", "tiny", REGISTRY, None, NO_TLS):
+        (folder / "1.json").write_bytes(content)
+        assert [found.url for found in local_deployments()] == ["http://127.0.0.1:8000"]
+        assert [file.name for file in folder.iterdir()] == [f"{os.getpid()}.json"]
+
+
+@pytest.mark.parametrize("spoil", ["writable", "link", "file"])
+def test_a_folder_that_others_can_write_is_refused(folder: Path, spoil: str) -> None:
+    """Whoever can write there could send our next command to a registry of theirs."""
+    if spoil == "writable":
+        folder.mkdir()
+        folder.chmod(0o770)
+    elif spoil == "link":
+        (folder.parent / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(folder.parent / "elsewhere")
+    else:
+        folder.touch()
+    with pytest.raises(ConfigError, match="nobody else can write"):
+        local_deployments()
+    with (
+        pytest.raises((ConfigError, FileExistsError)),
+        announced("http://127.0.0.1:8000", "tiny", REGISTRY, None, NO_TLS),
+    ):
+        pass
+
+
+def test_without_a_runtime_folder_it_is_one_of_this_user_among_the_temporary_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert runtime_folder().name == f"segue-{os.getuid()}"
+
+
+@pytest.mark.parametrize("words", [["ps"], ["explain", "x"], ["drain", "3f9a"], ["bench"]])
+def test_a_command_without_a_deployment_says_what_to_do(
+    folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert (
+        "no deployment of this user runs on this host: start one with segue serve" in capsys.readouterr().err
+    )
+
+
+def test_bench_wants_a_url_where_several_deployments_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with announced("http://127.0.0.1:8000", "tiny", REGISTRY, None, NO_TLS):
+        [file] = folder.iterdir()
+        (folder / "2.json").write_bytes(file.read_bytes().replace(b":8000", b":8001"))
+        assert main(["bench"]) == 2
+    said = capsys.readouterr().err
+    assert "name one: http://127.0.0.1:800" in said
+    assert ", http://127.0.0.1:800" in said
