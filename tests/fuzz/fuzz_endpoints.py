@@ -285,7 +285,7 @@ def _outputs(outputs: list[Output]) -> str:
 
 
 def _tools(data: bytes) -> str:
-    text = data.decode("utf-8", "replace")
+    text, found = data.decode("utf-8", "replace"), set[str]()
     for form in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[func_name1(", "<|tool_call_start|>"):
         parser, parts = parser_for(form), []
         assert parser is not None
@@ -293,10 +293,14 @@ def _tools(data: bytes) -> str:
             parts += parser.feed(text[at : at + 7])
         parts += parser.finish()
         assert len(parts) <= len(text) + 1
-    return " ".join(sorted({type(part).__name__ for part in parts}))
+        found |= {type(part).__name__ for part in parts}
+    return " ".join(sorted(found))
 
 
 TOOL_SEEDS = [
+    b"<tool_call><function=f><parameter=a>\n1\n</parameter></function></tool_call>",
+    b"[f(a=[1, 'x'], b={'c': None}), g()]",
+    b"<|tool_call_start|>[f(a=-1)]<|tool_call_end|> text",
     b'text <tool_call>\n{"name": "f", "arguments": {"a": [1, "x"]}}\n</tool_call> more',
     b'[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
     b'[TOOL_CALLS]f[ARGS]{"a": 1}',

@@ -421,6 +421,13 @@ def test_what_a_client_says_of_the_template_reaches_it(tokenizer: ModelTokenizer
     assert shown(tokenizer, goes_on | {"continue_final_message": True}).endswith("assistant\nthe")
 
 
+def test_a_developer_is_the_system_of_templates_that_know_no_developer(tokenizer: ModelTokenizer) -> None:
+    said = {"messages": [{"role": "developer", "content": "Be brief."}, *CHAT["messages"]]}
+    assert shown(tokenizer, said).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    knows = ModelTokenizer(make_tokenizer(template=PLAIN + "{# developer #}{{ messages[0].role }}"))
+    assert shown(knows, said).endswith("developer")
+
+
 def test_a_model_with_a_template_of_its_own_for_tools_is_parsed_by_that_one() -> None:
     hf = make_tokenizer()
     hf.chat_template = {"default": CHATML, "tool_use": "[TOOL_CALLS]" + PLAIN}

@@ -323,6 +323,9 @@ def chat_prompt(
             "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
         )
     checked = check_messages(messages)
+    if "developer" not in (tokenizer.chat_template(tools=tools is not None) or ""):
+        # OpenAI's newer name; a template that does not know it would leave the message out, or refuse it.
+        checked = [m | {"role": "system"} if m["role"] == "developer" else m for m in checked]
     text = tokenizer.render(
         checked,
         tools,
