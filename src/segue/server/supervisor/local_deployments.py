@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from segue.kv import ConfigError
 from segue.server.settings.shared_config import TlsConfig
@@ -22,8 +21,8 @@ MAX_BYTES = 64 << 10
 
 class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
     """A frontend that runs here: the URL for clients, the name of its model, its registry, and the files that
-    a part of the deployment needs. `pid` and `started` (seconds since 1970) are those of the process that
-    announced it; the secret itself is in no file of the folder."""
+    a part of the deployment needs. `pid` and `started` (clock ticks since the host's boot, which no clock
+    that is set changes) are those of the process that announced it; the secret is in no file of the folder."""
 
     url: str
     model: str
@@ -31,19 +30,20 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str | None = None
     tls: TlsConfig
     pid: int
-    started: float
+    started: int
 
     def lives(self) -> bool:
         """The process that announced it still runs; another one with the same number does not count."""
         return started_at(self.pid) == self.started
 
 
-def started_at(pid: int) -> float | None:
-    """When the process `pid` started, in seconds since 1970; None without one."""
+def started_at(pid: int) -> int | None:
+    """When the process `pid` started, in clock ticks since the boot; None without one."""
     try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.Error:
+        line = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
         return None
+    return int(line.rpartition(")")[2].split()[19])  # its name, in parentheses, may hold anything
 
 
 def runtime_folder() -> Path:
@@ -71,7 +71,7 @@ def announced(
             tls_cert=_absolute(tls.tls_cert), tls_key=_absolute(tls.tls_key), tls_ca=_absolute(tls.tls_ca)
         ),
         pid=me,
-        started=started_at(me) or 0.0,
+        started=started_at(me) or 0,
     )
     file, part = place / f"{me}.json", place / f"{me}.part"
     part.write_bytes(msgspec.json.encode(deployment))
