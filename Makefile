@@ -105,7 +105,7 @@ $(SGLANG)/.segue-setup: pyproject.toml tests/sglang_engines/requirements.txt | $
 	@$(SGLANG)/bin/python -m pip install $(QUIET) --no-deps -r tests/sglang_engines/requirements.txt -e .
 	@touch $@
 
-test-sglang: $(SGLANG)/.segue-setup ## the transfer backend in real SGLang engines on CPUs, and through SGLang's queues
+test-sglang: $(SGLANG)/.segue-setup routers ## the transfer backend in real SGLang engines on CPUs, behind a router too
 	@$(TEST_ENV) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=tests/sglang_engines/absent \
 		$(SGLANG)/bin/python -m pytest -n 0 -m sglang -W default --timeout=600 tests/sglang_engines $(ARGS)
 

@@ -1,6 +1,6 @@
 """One SGLang engine: `python sglang_side.py MODE MODEL PORT BOOTSTRAP_PORT OPTIONS` reads jobs as JSON lines
 and answers each with a line, in any order. MODE is prefill, decode, or null for an engine that does both.
-OPTIONS are those of SGLang's `Engine`, as JSON.
+OPTIONS are those of SGLang's `Engine`, as JSON; with `http` it is SGLang's server, which is asked at PORT.
 """
 
 from __future__ import annotations
@@ -100,9 +100,17 @@ def main() -> None:
     if mode == "decode":
         # The default calls CUDA's runtime, also without a GPU.
         options |= {"disaggregation_decode_retraction_backup": "cpu_tensor"}
-    engine = Engine(**options | json.loads(more))
+    options |= json.loads(more)
+    if options.pop("http", False):
+        from sglang.srt.entrypoints.http_server import launch_server
+        from sglang.srt.server_args import ServerArgs
+
+        return launch_server(
+            ServerArgs(**options), launch_callback=lambda: print(json.dumps({"id": "ready"}), file=answers)
+        )
+    engine = Engine(**options)
     print(json.dumps({"id": "ready"}), file=answers)
-    engine.loop.run_until_complete(serve(engine, mode, int(bootstrap), answers))
+    return engine.loop.run_until_complete(serve(engine, mode, int(bootstrap), answers))
 
 
 if __name__ == "__main__":

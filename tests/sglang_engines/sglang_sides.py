@@ -76,6 +76,7 @@ class Side:
                 start_new_session=True,
             )
         self.log = log
+        self.port = port
         self._answers: dict[str, dict[str, Any]] = {}
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._number = 0
@@ -139,9 +140,9 @@ class Sides:
         self.sides: list[Side] = []
         self.rng = random.Random(6)
 
-    def start(self, mode: str, bootstrap: int = 31098, **options: Any) -> Side:
+    def start(self, mode: str, bootstrap: int = 31098, port: int = 0, **options: Any) -> Side:
         """Start one; it is ready after `answer()`."""
-        port = 31000 + 40 * len(self.sides)
+        port = port or 31000 + 40 * len(self.sides)
         log = self.folder / f"{mode}{len(self.sides)}.log"
         self.sides.append(Side(mode, port, bootstrap, log, self.folder, **options))
         return self.sides[-1]

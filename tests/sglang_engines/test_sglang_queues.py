@@ -19,7 +19,7 @@ from sglang_queues import PAGE, TOKENS, Decode, Prefill, publish_configuration, 
 
 from segue.engine.models.model_store import DEFAULT_MODEL, resolve_model
 from segue.integrations.sglang import sglang_plugin
-from segue.integrations.sglang.sglang_handoffs import SenderHalf
+from segue.integrations.sglang.sglang_handoffs import ReceiverHalf, SenderHalf
 from segue.kv import new_room
 
 pytestmark = [pytest.mark.sglang, pytest.mark.model]
@@ -213,6 +213,28 @@ def test_pages_that_may_still_be_read_are_kept_from_prefills_allocator(
     assert sglang_plugin.is_fully_idle(lambda scheduler: True, prefill)
     turns(lambda: room in decode.ended, decode)
     assert "ABORTED_BY_CLIENT" in decode.ended[room]
+    at_rest(*ranks)
+
+
+def test_decodes_pages_are_not_given_away_by_a_timeout(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang frees the pages of a failed request after 30 s, here at once, whoever still writes into them."""
+    prefill, _, decode = ranks
+    queue = decode.disagg_decode_transfer_queue
+    monkeypatch.setattr(queue, "deferred_kv_release_timeout", 0.0)
+    room = new_room()
+    prefill.add(request(room, 3 * PAGE))
+    decode.add(request(room, 3 * PAGE))
+    proven = threading.Event()
+    released = ReceiverHalf.released.fget
+    monkeypatch.setattr(ReceiverHalf, "released", property(lambda half: proven.is_set() and released(half)))
+    turns(lambda: bool(queue.queue), decode)
+    queue.queue[0].kv_receiver.abort()
+    turns(lambda: room in decode.ended, prefill, decode)
+    for _ in range(3):
+        decode.turn()
+    assert decode.token_to_kv_pool_allocator.available_size() == TOKENS - 3 * PAGE
+    assert queue.has_pending_deferred_releases()
+    proven.set()
     at_rest(*ranks)
 
 

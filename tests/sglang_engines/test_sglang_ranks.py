@@ -75,3 +75,21 @@ def test_overlap_scheduling_with_prompts_whose_prefix_prefill_has(sides: Sides) 
         assert all("error" not in answer for answer in found), found
         for room in rooms:
             assert digests(sides, room, "prefill") == digests(sides, room, "decode")
+
+
+def test_two_dp_ranks_of_prefill(sides: Sides) -> None:
+    """Prefill spreads its requests by turns; decode asks its bootstrap server which rank has a room."""
+    spread = {"dp_size": 2, "load_balance_method": "round_robin"}
+    prefill, decode = (
+        sides.start(role, **OPTIONS, **(spread if role == "prefill" else {}))
+        for role in ("prefill", "decode")
+    )
+    for side in (prefill, decode):
+        side.answer()
+    rooms = sides.rooms(6)
+    found = answers(prefill, decode, prompts()[:6], rooms)
+    assert all("error" not in answer for answer in found), found
+    for room in rooms:
+        assert digests(sides, room, "prefill") == digests(sides, room, "decode")
+    lines = map(json.loads, (sides.folder / "digests").read_text().splitlines())
+    assert len({line["pid"] for line in lines if line["role"] == "prefill"}) == 2
