@@ -1,16 +1,18 @@
-"""The cost of checksums and staging in a hand-off: `python bench/staging.py [--rounds 1] [--json FILE]`.
+"""What checksums, staging and an agent cost in a hand-off: `bench/staging.py [--rounds 1] [--json FILE]`.
 
 Two processes, each with one manager for every variant over the same memory (SmolLM2's KV, pages of 16
-tokens in one run). The variants take turns; each hand-off is timed on prefill from its `send` (chunks of
-512 tokens) to SUCCESS. Ratios are to the same transport without checksum and without staging, in the same
-run. CPU is that of both processes. `device` is memory of the host in tensors that are declared as a
-device's: copies and checksums are those of a device, computed by a CPU. No GPU takes part.
+tokens in one run); the manager of `agent` is in a process of its own. The variants take turns; each hand-off
+is timed on prefill from its `send` (chunks of 512 tokens) to SUCCESS. Ratios are to the same transport
+without any of the three, in the same run. CPU is that of both processes and their agents. `device` is memory
+of the host in tensors that are declared as a device's: copies and checksums are those of a device, computed
+by a CPU. No GPU takes part.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import statistics
 import subprocess
@@ -18,12 +20,14 @@ import sys
 import time
 from typing import Any
 
+import psutil
 import torch
 
 from recorded import commit
 from segue.kv import (
     ChecksumMode,
     Incarnation,
+    KVAgent,
     KVConfig,
     KVManager,
     KVPoll,
@@ -45,17 +49,20 @@ PAGE, CHUNK = 16, 512
 SIZES = {3: (128, 30), 18: (768, 10), 260: (11392, 3)}
 TOKENS = max(tokens for tokens, _ in SIZES.values())
 WAIT_S = 60.0
-#: transports and whether they stage, whether chunks are hashed, whether the memory is a device's
-VARIANTS: dict[str, tuple[str, ChecksumMode, bool]] = {
-    f"{inner}, {name}": (staged + inner, mode, on_device)
+#: transports and whether they stage, whether chunks are hashed, where the manager or the memory is
+VARIANTS: dict[str, tuple[str, ChecksumMode, str]] = {
+    f"{inner}, {name}": (staged + inner, mode, where)
     for inner in ("shm", "tcp")
-    for name, staged, mode, on_device in (
-        ("plain", "", ChecksumMode.OFF, False),
-        ("xxh3-64", "", ChecksumMode.FULL, False),
-        ("staged", "staged_", ChecksumMode.OFF, False),
-        ("staged, xxh3-64", "staged_", ChecksumMode.FULL, False),
-        ("staged, device", "staged_", ChecksumMode.OFF, True),
-        ("staged, device, words-64", "staged_", ChecksumMode.FULL, True),
+    for name, staged, mode, where in (
+        ("plain", "", ChecksumMode.OFF, ""),
+        ("xxh3-64", "", ChecksumMode.FULL, ""),
+        ("agent", "", ChecksumMode.OFF, "agent"),
+        ("agent, xxh3-64", "", ChecksumMode.FULL, "agent"),
+        ("staged", "staged_", ChecksumMode.OFF, ""),
+        ("staged, xxh3-64", "staged_", ChecksumMode.FULL, ""),
+        ("agent, staged, xxh3-64", "staged_", ChecksumMode.FULL, "agent"),
+        ("staged, device", "staged_", ChecksumMode.OFF, "device"),
+        ("staged, device, words-64", "staged_", ChecksumMode.FULL, "device"),
     )
 }
 
@@ -69,13 +76,22 @@ class Side:
         memory = allocate(spec.nbytes)
         tensor = torch.frombuffer(memory.buffer, dtype=torch.uint8)
         device = Memory([Region(tensor.data_ptr(), tensor.nbytes, "cpu:0", owner=tensor)])
-        self.managers: dict[str, KVManager] = {}
+        self.managers: dict[str, KVManager | KVAgent] = {}
         self.addresses: dict[str, tuple[str, str, int]] = {}
-        for name, (transport, mode, on_device) in VARIANTS.items():
+        for name, (transport, mode, where) in VARIANTS.items():
             config = KVConfig(role=role, model="m", spec=spec, transports=[transport], kv_checksum=mode)
-            manager = KVManager(config, device if on_device else memory, self.changes.put)
+            kind = KVAgent if where == "agent" else KVManager
+            manager = kind(config, device if where == "device" else memory, self.changes.put)
             self.managers[name] = manager
             self.addresses[name] = (config.me.incarnation, *manager.start())
+        self.agents = [
+            psutil.Process(manager.pid) for manager in self.managers.values() if isinstance(manager, KVAgent)
+        ]
+
+    def cpu_s(self) -> float:
+        """Of this process and its agents."""
+        agents = [process.cpu_times() for process in self.agents]
+        return time.process_time() + float(sum(times.user + times.system for times in agents))
 
     def wait(self, handle: Any, phase: KVPoll) -> None:
         while (now := handle.poll()) is not phase:
@@ -100,7 +116,7 @@ def decode() -> None:
         receiver.publish(range(tokens // PAGE))
         side.wait(receiver, KVPoll.SUCCESS)
         receiver.clear()
-        print(time.process_time(), flush=True)
+        print(side.cpu_s(), flush=True)
     for manager in side.managers.values():
         manager.close()
 
@@ -133,6 +149,7 @@ def main() -> None:
     if args.decode:
         decode()
         return
+    load = os.getloadavg()[0]
     side = Side(Role.PREFILL)
     command = [sys.executable, __file__, "--decode"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -150,10 +167,10 @@ def main() -> None:
             for size, (tokens, count) in SIZES.items():
                 for _ in range(count):
                     for name in VARIANTS:
-                        ours = time.process_time()
+                        ours = side.cpu_s()
                         seconds, after = hand_over(side, other, name, tokens)
                         times.setdefault((size, name), []).append(seconds)
-                        used = time.process_time() - ours + after - theirs
+                        used = side.cpu_s() - ours + after - theirs
                         cpu.setdefault((size, name), []).append(used)
                         theirs = after
         other.stdin.close()
@@ -176,7 +193,8 @@ def main() -> None:
         print(*found[-1].values(), sep="\t")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"commit": commit(), "rounds": args.rounds, "found": found}, file, indent=1)
+            about = {"commit": commit(), "load_before": load, "rounds": args.rounds}
+            json.dump({**about, "found": found}, file, indent=1)
 
 
 if __name__ == "__main__":

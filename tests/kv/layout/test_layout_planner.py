@@ -408,7 +408,12 @@ def two(**changes: object) -> list[PoolSpec]:
         (
             two(),
             two(layer_count=1),
-            r"no rank of decode holds layer 1, KV head 1 \(and 1 more.*rank 1 layers 0",
+            r"no rank of decode holds layer 1, KV head 1 \(and 1 more.*rank 1 layers 0.*tp 1\); declare",
+        ),
+        (
+            [whole(shape(layers=10))],
+            split(shape(layers=10), 1, 10, 8, 4)[:9],
+            r"no rank of decode holds layer 9.*rank 7 .*tp 0\) and 1 more ranks; declare every",
         ),
         (two(), two(layer_count=2), "no rank of decode holds layer 2, KV head 1: rank 0"),
         (two(coord=RankCoord()), two(), "ranks 0 and 1 of prefill both say that they are pp 0, cp 0, tp 0;"),

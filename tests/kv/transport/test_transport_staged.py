@@ -631,18 +631,30 @@ def test_the_inner_transport_has_the_port_behind_that_of_the_control_stream() ->
         assert tuple(found) == ports, options
 
 
+@pytest.mark.parametrize("first", ["either", "control stream"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_path_waits_for_the_end_of_the_inner_one_and_no_longer(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged_transport, "_LINGER_S", 10 * PATIENCE_S)
     with ends(name, 2, MiB) as (writer, reader):
         writer.connect(reader)
+        emitter = writer.transport._inner._emitter  # type: ignore[attr-defined]
+        late: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+        tell = emitter._on_event
+        if first == "control stream":
+            emitter._on_event = late.put
         reader.transport.close()
         assert type(writer.wait(1)[0]).__name__ == "PeerGone"
         again = End(name, reader.me, MiB)
         connecting = threading.Thread(target=writer.connect, args=(again,), daemon=True)
         connecting.start()
+        if first == "control stream":
+            event = late.get(timeout=PATIENCE_S)
+            connecting.join(0.1)
+            assert connecting.is_alive(), "the inner path has not ended"
+            emitter._on_event = tell
+            tell(event)
         connecting.join(PATIENCE_S / 2)
         assert not connecting.is_alive()
         again.transport.grant(writer.me, 5, whole(MiB))

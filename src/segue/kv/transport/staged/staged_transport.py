@@ -247,9 +247,11 @@ class StagedTransport(Transport):
         if memory is None:
             return
         with self._lock:
-            linger = self._lingering.pop(peer, None)
-        if linger is not None:
+            linger = self._lingering.get(peer)
+        if linger is not None:  # it stays where `_moved` finds it while it is waited for
             linger.wait(min(_LINGER_S, timeout_s))
+            with self._lock:
+                self._lingering.pop(peer, None)
         address, mine = self._sockets.address(peer, endpoint), _address(endpoint)
         if mine.slot_bytes < 1:
             raise PeerRefused(f"{peer} has slots of {mine.slot_bytes} bytes")
