@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,7 +68,15 @@ def test_help_has_an_example_and_status_0(command: str, capsys: pytest.CaptureFi
 def test_top_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     out = capsys.readouterr().out
-    assert [c for c in parser()[1] if c not in out] == []
+    assert [c for c in parser()[1] if not re.search(rf"^  {c} +\w", out, re.M)] == []
+
+
+def test_the_help_of_serve_begins_with_six_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    first = capsys.readouterr().out.split("\nfirst:\n")[1].split("\nsettings:\n")[0]
+    flags_first = re.findall(r"^  (--[\w-]+)", first, re.M)
+    assert flags_first == ["--port", "--host", "--api-key-file", "--prefill", "--decode", "--kv-gib"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,8 @@ _GROUPS = {
     "limit": "limits",
     "log": "log",
 }
+#: Settings that `segue serve --help` shows before all others.
+_FIRST = ("port", "host", "api_key_file", "prefill", "decode", "kv_gib")
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,14 +61,20 @@ class Parser(argparse.ArgumentParser):
 
 def add_settings(parser: argparse.ArgumentParser, cls: type) -> None:
     """One flag for each setting of the tree `cls`, grouped as the tree is."""
+    first = _FIRST if cls is ServeConfig else ()
+    if first:
+        group = parser.add_argument_group("first")
+        for key in first:
+            _add(group, settings(cls)[key])
     groups: dict[str, tuple[argparse._ArgumentGroup, Mapping[str, Setting]]] = {
         "": (parser.add_argument_group("settings"), leaves(cls))
     }
     for name, branch in branches(cls).items():
         groups[name] = (parser.add_argument_group(_GROUPS.get(name, name)), leaves(branch))
     for group, members in groups.values():
-        for setting in members.values():
-            _add(group, setting)
+        for key, setting in members.items():
+            if key not in first:
+                _add(group, setting)
     if "model" in settings(cls):
         parser.add_argument("model_word", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument(

@@ -36,6 +36,14 @@ _EXAMPLES = {
     "version": "segue version",
 }
 
+#: The commands as `segue --help` shows them.
+_GROUPS = {
+    "start": ("serve", "prefill", "decode", "unified", "frontend"),
+    "look at a running fleet and steer it": ("ps", "explain", "drain", "resume", "switch"),
+    "measure and plan": ("bench", "advise", "doctor", "sim"),
+    "about segue": ("version",),
+}
+
 #: Commands for a running fleet.
 _OPERATOR = {
     "ps": "show the instances of a fleet: load, pages, and hand-offs per pair",
@@ -51,10 +59,12 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
     top = flags.Parser(
         prog="segue",
         description="Serves large language models with prefill and decode on separate workers.",
-        epilog=f"example:\n  {_EXAMPLES['serve']}",
+        usage="segue COMMAND …",
     )
     top.add_argument("--version", action="version", version=f"segue {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=flags.Parser)
+    commands = top.add_subparsers(
+        dest="command", metavar="COMMAND", help=argparse.SUPPRESS, parser_class=flags.Parser
+    )
     made: dict[str, flags.Parser] = {}
 
     def command(name: str, help: str, handler: Handler) -> flags.Parser:
@@ -96,6 +106,11 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
         "--json", metavar="FILE", nargs="?", const="-", help="write the report as JSON (default: print it)"
     )
     command("version", "print the version", _version)
+    listed = "\n\n".join(
+        f"{group}:\n" + "\n".join(f"  {name:<10}{made[name].description}" for name in names)
+        for group, names in _GROUPS.items()
+    )
+    top.epilog = f"{listed}\n\nflags of a command: segue COMMAND --help\nexample:\n  {_EXAMPLES['serve']}"
     return top, made
 
 
