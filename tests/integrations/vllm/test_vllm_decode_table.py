@@ -231,7 +231,7 @@ def test_an_abort_after_finished_recving_owes_nothing() -> None:
     engine.complete()
     engine.abort("r1")
     assert not engine.requests
-    passed = engine.table.results([], (), {"r1"})
+    passed = engine.table.results([], {"r1"})
     assert passed.finished_recving == set()
     engine.worker.release(1)
     engine.quiet()
@@ -254,45 +254,41 @@ def test_a_failure_of_a_request_that_has_ended_is_no_failure() -> None:
     engine = begun(policy=FAIL)
     step(engine)
     engine.abort("r1")
-    passed = engine.table.results([HandoffEnded(1, LOST)], (), {"r1"}, {"r1"})
+    passed = engine.table.results([HandoffEnded(1, LOST)], {"r1"}, {"r1"})
     assert (passed.finished_recving, passed.failed_recving) == ({"r1"}, set())
 
 
 def test_an_id_reaches_vllm_once_and_not_before_its_hand_off_has_ended() -> None:
     engine = begun()
     step(engine)
-    assert engine.table.results([], (), {"r1", "r2"}).finished_recving == set()
+    assert engine.table.results([], {"r1", "r2"}).finished_recving == set()
     assert engine.table.results([HandoffEnded(1)]).finished_recving == set(), "the worker does not name it"
-    assert engine.table.results([], (), {"r1", "r2"}).finished_recving == {"r1"}
-    assert engine.table.results([BlocksReleased(1)], (), {"r1"}).finished_recving == set()
+    assert engine.table.results([], {"r1", "r2"}).finished_recving == {"r1"}
+    assert engine.table.results([BlocksReleased(1)], {"r1"}).finished_recving == set()
 
 
 def test_ids_of_another_connector_reach_vllm() -> None:
     """MultiConnector gives each connector the ids of all."""
     engine = begun()
     step(engine)
-    passed = engine.table.results([], {"sent"}, {"r1", "loaded", "lost"}, {"lost"}, named=["r1"])
-    assert (passed.finished_sending, passed.finished_recving, passed.failed_recving) == (
-        {"sent"},
-        {"loaded", "lost"},
-        {"lost"},
-    )
+    passed = engine.table.results([], {"r1", "loaded", "lost"}, {"lost"}, named=["r1"])
+    assert (passed.finished_recving, passed.failed_recving) == ({"loaded", "lost"}, {"lost"})
     assert len(engine.table.take_warnings()) == 1, "r1, whose hand-off has not ended"
-    passed = engine.table.results([HandoffEnded(1)], (), {"r1", "other"}, named=["r1"])
+    passed = engine.table.results([HandoffEnded(1)], {"r1", "other"}, named=["r1"])
     assert passed.finished_recving == {"r1", "other"}
 
 
 def test_a_hand_off_that_failed_is_a_failure_whatever_the_worker_names() -> None:
     engine = begun()
     step(engine)
-    passed = engine.table.results([HandoffEnded(1, LOST)], (), {"r1"})
+    passed = engine.table.results([HandoffEnded(1, LOST)], {"r1"})
     assert passed.failed_recving == {"r1"}
 
 
 def test_an_id_that_the_worker_fails_is_a_failure_whatever_it_reports() -> None:
     engine = begun()
     step(engine)
-    passed = engine.table.results([HandoffEnded(1)], (), {"r1"}, {"r1"})
+    passed = engine.table.results([HandoffEnded(1)], {"r1"}, {"r1"})
     assert passed.failed_recving == {"r1"}
 
 
@@ -372,7 +368,7 @@ def test_blocks_that_are_not_those_of_the_prompt_are_not_published() -> None:
         (order,) = engine.table.take_orders()
         assert isinstance(order, RefuseOrder)
         assert order.error.code is ErrorCode.INTERNAL
-        passed = engine.table.results([], (), {"r1"}, {"r1"})
+        passed = engine.table.results([], {"r1"}, {"r1"})
         assert passed.failed_recving == passed.finished_recving == {"r1"}
 
 

@@ -186,23 +186,25 @@ class ConnectorTable:
     def results(
         self,
         reports: Sequence[Report],
-        sending: Iterable[str],
         recving: Iterable[str],
         failed: Iterable[str],
     ) -> PassedIds:
         module = sys.modules[type(self.connector).__module__]
         named = sorted({*recving})
         worker_meta = module.SegueReports(encode(list(reports)), named) if reports or named else None  # type: ignore[attr-defined]
+        # Of another connector in a MultiConnector, which may send requests that ours loads.
+        sent = {*recving, "another's"}
         output = Double(
             kv_connector_worker_meta=worker_meta,
-            finished_sending=set(sending) or None,
+            finished_sending=set(sent),
             finished_recving=set(recving) or None,
             failed_recving=set(failed) or None,
         )
         self.connector.update_connector_output(output)
+        assert output.finished_sending == sent
         if (stats := self.connector.get_kv_connector_stats()) is not None:
             self.stats.append(stats)
-        return PassedIds(output.finished_sending, output.finished_recving, output.failed_recving)
+        return PassedIds(output.finished_recving, output.failed_recving)
 
     def finished(self, name: str, blocks: list[int], computed: int, end: RequestEnd) -> Any:
         request = self.requests.pop(name)

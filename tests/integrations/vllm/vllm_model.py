@@ -348,8 +348,7 @@ class ModelEngine:
             for name in failed:
                 if name in self.requests and self.requests[name].status == "WAITING_FOR_REMOTE_KVS":
                     self.finish(self.requests[name], RequestEnd.ERROR)
-        passed = self.table.results([*said, *lies], set(names), finished | set(names), failed)
-        assert not passed.finished_sending
+        passed = self.table.results([*said, *lies], finished | set(names), failed)
         assert passed.failed_recving <= passed.finished_recving
         for name in passed.failed_recving:
             assert self.requests[name].status == "WAITING_FOR_REMOTE_KVS"

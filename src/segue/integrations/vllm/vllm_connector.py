@@ -157,12 +157,10 @@ class SegueConnector(KVConnectorBase_V1):
         reports = decode_reports(found.reports) if isinstance(found, SegueReports) else []
         passed = self._scheduler.results(
             reports,
-            connector_output.finished_sending or (),
             connector_output.finished_recving or (),
             connector_output.failed_recving or (),
             named=found.named if isinstance(found, SegueReports) else (),
         )
-        connector_output.finished_sending = passed.finished_sending
         connector_output.finished_recving = passed.finished_recving
         connector_output.failed_recving = passed.failed_recving
 

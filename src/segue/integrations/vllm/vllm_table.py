@@ -60,7 +60,6 @@ class ScheduledChunk:
 class PassedIds:
     """The request ids that vLLM may hear of; `failed_recving` is a part of those it waits for."""
 
-    finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
 
@@ -139,7 +138,6 @@ class SchedulerTable(ABC):
     def results(
         self,
         reports: Iterable[Report],
-        finished_sending: Iterable[str] = (),
         finished_recving: Iterable[str] = (),
         failed_recving: Iterable[str] = (),
         *,
@@ -147,12 +145,11 @@ class SchedulerTable(ABC):
     ) -> PassedIds:
         """Takes the worker's reports of one step, and the ids in vLLM's output of that step. Returns the ids
         to leave in the output: vLLM asserts that it waits for each. Ids that the worker has not `named` are
-        another connector's (MultiConnector) and stay; without `named` all are the worker's."""
-        sets = [set(ids) for ids in (finished_sending, finished_recving, failed_recving)]
+        another connector's (MultiConnector) and stay; without `named` all are the worker's. Ids in vLLM's
+        `finished_sending` are always another's: pins keep our blocks."""
+        sets = [set(ids) for ids in (finished_recving, failed_recving)]
         others = [set() if named is None else ids - set(named) for ids in sets]
-        finished_sending, finished_recving, failed_recving = (
-            ids - kept for ids, kept in zip(sets, others, strict=True)
-        )
+        finished_recving, failed_recving = (ids - kept for ids, kept in zip(sets, others, strict=True))
         for report in reports:
             if report.handoff not in self._open:
                 self.warn(f"the worker reports {report} of a hand-off that is not open")
@@ -170,17 +167,11 @@ class SchedulerTable(ABC):
                 self._failed.discard(report.handoff)
                 self.pins.release(report.handoff)
         passed = self._pass(finished_recving, failed_recving)
-        for name, ids, kept in (
-            ("finished_sending", finished_sending, passed.finished_sending),
-            ("finished_recving", finished_recving, passed.finished_recving),
-        ):
-            if dropped := set(ids) - kept:
-                self.warn(f"the worker names {sorted(dropped)[:5]} in {name}; vLLM does not wait for them")
-        return PassedIds(
-            passed.finished_sending | others[0],
-            passed.finished_recving | others[1],
-            passed.failed_recving | others[2],
-        )
+        if dropped := finished_recving - passed.finished_recving:
+            self.warn(
+                f"the worker names {sorted(dropped)[:5]} in finished_recving; vLLM does not wait for them"
+            )
+        return PassedIds(passed.finished_recving | others[0], passed.failed_recving | others[1])
 
     def has_work(self) -> bool:
         """True while orders or reports are outstanding: vLLM must go on stepping, because they travel in

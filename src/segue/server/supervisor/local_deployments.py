@@ -20,10 +20,10 @@ MAX_BYTES = 64 << 10
 
 
 class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
-    """A frontend that runs here: the URL for clients, the name of its model, its registry, and the files that
-    a part of the deployment needs; the secret is in no file of the folder. `pid` and `started` are those of the
-    process that announced it; `started` counts clock ticks since the boot, which no setting of a clock changes.
-    """
+    """A frontend that runs here: the URL for clients, the name of its model, its registry, and the files
+    that a part of the deployment needs; the secret is in no file of the folder. `pid` and `started` are
+    those of the announcing process; `started` counts ticks since the boot, so that no setting of a clock
+    changes it."""
 
     url: str
     model: str
