@@ -307,6 +307,16 @@ def test_all_deployments_here_are_shown_and_one_without_an_answer_hides_no_other
     assert "http://127.0.0.1:8001: nobody listens" in said.err
 
 
+def test_a_deployment_whose_secret_is_gone_hides_no_other(
+    two_here: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with announced("http://127.0.0.1:8003", "m", "http://127.0.0.1:3", "no.secret", TlsConfig()):
+        assert main(["ps"]) == 1
+    said = capsys.readouterr()
+    assert "http://127.0.0.1:8002\n" in said.out
+    assert "http://127.0.0.1:8003: --secret-file" in said.err
+
+
 def test_a_request_is_looked_for_in_each_deployment_here(
     two_here: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,8 @@ def test_a_response_of_items_is_a_chat() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
+        ({"input": [{"role": "system"}]}, "input[0].content"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
@@ -110,6 +112,14 @@ def test_a_response_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], par
     with pytest.raises(BadParam) as caught:
         chat(ResponsesBody, {"input": "hi"} | wrong)
     assert caught.value.param == param
+
+
+def test_the_first_system_items_of_a_response_are_one_message() -> None:
+    parts = [{"type": "input_text", "text": "Be brief."}]
+    items = [{"role": "developer", "content": parts}, {"role": "system", "content": "You help."}, *ASK]
+    system, *rest = chat(ResponsesBody, {"input": items})["messages"]
+    assert system == {"role": "system", "content": "Be brief.\n\nYou help."}
+    assert rest == ASK
 
 
 def test_messages_of_blocks_are_a_chat() -> None:

@@ -4,6 +4,7 @@ import json
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from segue.server.frontend.chat import ChatPrompt, ReplyForm, ToolUse
 from segue.server.frontend.reply_parts import Part, ReplyParser, Thought, ToolCall
 from segue.server.frontend.response_template import ResponseForm
 from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.tools import ForcedParser
 
 SCHEMA = {
     "days": {"type": "integer"},
@@ -209,6 +211,73 @@ def test_a_delimiter_that_never_comes_holds_back_little_and_takes_linear_time() 
 
     seconds(10)
     assert min(seconds(160) for _ in range(3)) < 20 * min(seconds(20) for _ in range(3))
+
+
+def test_an_answer_that_the_client_has_begun_is_read_in_linear_time() -> None:
+    def seconds(count: int) -> float:
+        began = time.thread_time()
+        parser(None, HEAD + "<think></think>" * count, response=True)
+        return time.thread_time() - began
+
+    seconds(10)
+    assert min(seconds(800) for _ in range(3)) < 20 * min(seconds(100) for _ in range(3))
+
+
+HALF_A_PAIR, TOO_LARGE = '{"a": "\\ud83d"}', '{"a": 1e999}'
+
+
+@pytest.mark.parametrize("arguments", [HALF_A_PAIR, TOO_LARGE])
+@pytest.mark.parametrize(
+    ("template", "before", "after"),
+    [
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": ', "}</tool_call>"),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]f[ARGS]", ""),
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": ', "}]"),
+        ("<|python_tag|>", '{"name": "f", "parameters": ', "}"),
+        ("[func_name1(", "[f(x=", ")]"),
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+        ("forced", '[{"name": "f", "arguments": ', "}]"),
+    ],
+)
+def test_a_call_that_json_cannot_say_is_text_and_no_failure(
+    template: str, before: str, after: str, arguments: str
+) -> None:
+    """A model may write half a pair of surrogates, or a number that no float holds."""
+    said = before + arguments + after
+    made = ForcedParser("calls") if template == "forced" else parser(template)
+    thoughts, texts, calls = read(made, [said])
+    msgspec.json.encode([thoughts, texts, calls])
+    assert texts == said or [name for name, _ in calls] == ["f"]
+    if calls and arguments == HALF_A_PAIR:
+        assert "\\ud83d" in calls[0][1]
+
+
+@pytest.mark.parametrize("name", ['"\\ud83d"', '"\\x"'])
+def test_a_call_whose_name_is_no_text_is_none(name: str) -> None:
+    said = f'{{"name": {name}, "arguments": {{}}}}'
+    assert read(parser("<tool_call>"), [f"<tool_call>{said}</tool_call>"])[2] == []
+    assert read(ForcedParser("calls"), [f"[{said}"]) == ("", "", [])
+
+
+@pytest.mark.parametrize("response", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("number", "NaN"), ("number", "1e999"), ("array", "[1e999]"), (5, "1"), ([5], "1")]
+)
+def test_a_value_in_xml_that_its_schema_does_not_take_stays_text(
+    kind: object, value: str, response: bool
+) -> None:
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": kind}}}}}
+    ]
+    form = ResponseForm(RESPONSE) if response else None
+    made = ReplyForm(ChatPrompt(HEAD, []), ToolUse(tools), "<tool_call>", form).make()
+    assert made is not None
+    said = f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>"
+    assert read(made, [said])[2] == [("f", json.dumps({"a": value}))]
 
 
 # ---- through the server -------------------------------------------------------------------------

@@ -29,8 +29,7 @@ DIGITS = 8
 
 def operate(args: argparse.Namespace) -> int:
     """Run one of the commands; the exit status. Raises SegueErrors."""
-    config = flags.with_secret(flags.load(OperatorConfig, args.command, args))
-    fleets = reached(config)
+    fleets = reached(flags.load(OperatorConfig, args.command, args))
     if args.command == "ps":
         return asyncio.run(_ps(fleets, as_json=args.json))
     if args.command == "explain":
@@ -46,9 +45,7 @@ def reached(config: OperatorConfig) -> dict[str, OperatorConfig]:
     if config.registry is not None:
         return {config.registry: config}
     found = {
-        here.url: flags.with_secret(
-            replace(config, registry=here.registry, secret_file=here.secret_file, tls=here.tls)
-        )
+        here.url: replace(config, registry=here.registry, secret_file=here.secret_file, tls=here.tls)
         for here in local_deployments()
     }
     if not found:
@@ -130,7 +127,8 @@ async def _with_instance(fleets: Mapping[str, OperatorConfig], name: str) -> Ope
 def _operator(config: OperatorConfig) -> AbstractAsyncContextManager[Operator]:
     assert config.registry is not None  # `reached` has found one
     tls = tls_from_files(config.tls, None)
-    return operator(config.registry, secret=config.secret or None, limits=Limits(), tls=tls)
+    secret = flags.with_secret(config).secret or None
+    return operator(config.registry, secret=secret, limits=Limits(), tls=tls)
 
 
 async def _steer(

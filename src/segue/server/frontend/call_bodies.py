@@ -6,12 +6,14 @@ Each reader gives all calls of the piece, or none where any of it is not a call:
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from segue.server.frontend.openai_types import read_float
 from segue.server.frontend.reply_parts import ToolCall, new_call_id
 
 #: Calls that one text may hold; a text with more is none. They are made at its end, all at once.
@@ -36,10 +38,24 @@ def properties_of(tools: list[dict[str, Any]] | None) -> Properties:
 
 
 def one_call(name: str, arguments: Any) -> ToolCall:
-    """A call with a fresh id; `arguments` is JSON text, or a value that JSON has (else ValueError)."""
+    """A call with a fresh id; `arguments` is JSON text, or a value that JSON has. Raises ValueError for
+    another value, and for text that is not Unicode."""
     if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        arguments = _json_text(arguments)
+    (name + arguments).encode()  # the answer would fail at half a surrogate pair
     return ToolCall(new_call_id(), name, arguments)
+
+
+def _json_text(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        with contextlib.suppress(UnicodeEncodeError):
+            text.encode()
+            return text
+        # Half a surrogate pair, which JSON can have as an escape only.
+        return json.dumps(value, allow_nan=False)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 _BETWEEN_CALLS = re.compile(r"[ \t\r\n;,]*")
@@ -235,7 +251,8 @@ def _types(schema: object, depth: int = 0) -> frozenset[str]:
     if not isinstance(schema, dict) or depth > 4:
         return frozenset()
     named = schema.get("type")
-    found = {named} if isinstance(named, str) else {t for t in named or () if isinstance(t, str)}
+    names = named if isinstance(named, list) else [named]
+    found = {name for name in names if isinstance(name, str)}
     for union in ("anyOf", "oneOf"):
         choices = schema.get(union)
         for choice in choices if isinstance(choices, list) else ():
@@ -253,12 +270,20 @@ _KINDS: Final[tuple[tuple[str, type | tuple[type, ...]], ...]] = (
 )
 
 
+def _no_number(word: str) -> Any:
+    raise ValueError(f"JSON has no {word}")
+
+
 def _as_type(text: str, types: frozenset[str]) -> Any:
     if not types or ("string" in types and not ("null" in types and text == "null")):
         return text
     word = text.strip()
     try:
-        value = json.loads(word.lower() if word.lower() in _JSON_WORDS else word)
+        value = json.loads(
+            word.lower() if word.lower() in _JSON_WORDS else word,
+            parse_float=read_float,
+            parse_constant=_no_number,
+        )
     except (ValueError, RecursionError):
         return text
     for name, kind in _KINDS:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from segue.server.frontend.call_bodies import MAX_CALLS_READ, Properties, as_call, typed
+from segue.server.frontend.call_bodies import MAX_CALLS_READ, Properties, as_call, one_call, typed
 from segue.server.frontend.reply_parts import Part, ReplyParser, Thought, ToolCall, TrailingSpace
 
 #: The longest delimiter that is found.
@@ -62,6 +62,12 @@ class ResponseParser(ReplyParser):
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
+        # Each sign of a delimiter lets the rest be searched for the others.
+        for at in range(0, len(text), MAX_DELIMITER_CHARS):
+            self._feed(parts, text[at : at + MAX_DELIMITER_CHARS])
+        return parts
+
+    def _feed(self, parts: list[Part], text: str) -> None:
         at = 0
         while at < len(text):
             if not self._held:
@@ -73,7 +79,6 @@ class ResponseParser(ReplyParser):
                 self._held += text[at]
                 at += 1
                 self._look(parts, end=False)
-        return parts
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
@@ -195,4 +200,4 @@ class ResponseParser(ReplyParser):
             return call
         if not isinstance(arguments, dict):
             return call
-        return ToolCall(call.id, call.name, json.dumps(typed(arguments, schemas), ensure_ascii=False))
+        return one_call(call.name, typed(arguments, schemas))

@@ -151,12 +151,13 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         match item.get("type", "message"):
             case "message":
                 role = "system" if item.get("role") == "developer" else item.get("role")
-                message: dict[str, Any] = {"role": role, "content": item.get("content")}
-                last = messages[-1] if messages else {}
-                if role == "system" and last.get("role") == "system" and len(messages) == 1:
-                    # Templates read the first system message only.
-                    message["content"] = f"{last['content']}\n\n{_text(item.get('content'), where)}"
-                    messages.pop()
+                content = item.get("content")
+                message: dict[str, Any] = {"role": role, "content": content}
+                if role == "system":
+                    message["content"] = _text(content, f"{where}.content")
+                    if len(messages) == 1 and messages[0]["role"] == "system":
+                        # Templates read the first system message only.
+                        message["content"] = f"{messages.pop()['content']}\n\n{message['content']}"
                 messages.append(message | ({"reasoning_content": thought} if thought else {}))
                 thought = ""
             case "function_call":
@@ -171,9 +172,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
                 output = _text(item.get("output"), f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
             case "reasoning":
-                thought += "".join(
-                    str(part.get("text", "")) for part in item.get("content") or [] if isinstance(part, dict)
-                )
+                thought += _text(item.get("content") or "", f"{where}.content")
             case kind:
                 raise BadParam(f"{where}.type: {kind!r} is not supported; send the items themselves", where)
     return messages

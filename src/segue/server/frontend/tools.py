@@ -242,7 +242,10 @@ class MistralParser(_WholeParser):
                 arguments = _json_prefix(piece[named.end() :])
                 if arguments is None:
                     return [self._MARK + text]
-                calls.append(one_call(named[1], arguments))
+                try:
+                    calls.append(one_call(named[1], arguments))
+                except ValueError:
+                    return [self._MARK + text]
             else:
                 calls += json_calls(piece)
             if len(calls) > MAX_CALLS_READ:
@@ -287,13 +290,14 @@ def _cut_calls(text: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
     at = 0
     while len(calls) < MAX_CALLS_READ and (head := _CALL_HEAD.match(text, at)) is not None:
-        name = json.loads(head[1])
         try:
-            arguments, end = decoder.raw_decode(text, head.end())
+            _, end = decoder.raw_decode(text, head.end())
         except (ValueError, RecursionError):
-            calls.append(one_call(name, text[head.end() :]))
-            break
-        calls.append(one_call(name, arguments))
+            end = len(text)
+        try:
+            calls.append(one_call(json.loads(head[1]), text[head.end() : end]))
+        except ValueError:
+            break  # its name is no text
         brace = re.compile(r"\s*\}").match(text, end)
         if brace is None:
             break
