@@ -294,8 +294,10 @@ class RoomStories:
             room.codes |= frozenset() if plan.plain else CONTESTED
             room.codes |= {ErrorCode.OUT_OF_CAPACITY} if plan.refuses else frozenset()
             if any(claim.wrong for claim in plan.claims):
-                # Refused for its claim, beside a binding, after the end, or as another than the placed one.
+                # Refused for its claim, beside a binding, after the end (as a later attempt than the one that
+                # succeeded: without capacity), or as another than the placed one.
                 room.codes |= {
+                    ErrorCode.OUT_OF_CAPACITY,
                     ErrorCode.METADATA_MISMATCH,
                     ErrorCode.TRANSFER_FAILED,
                     ErrorCode.INVALID_REQUEST,
