@@ -598,6 +598,36 @@ def test_an_attempt_waits_for_the_placer_s_words_although_the_one_that_it_replac
     assert b.phase() is KVPoll.SUCCESS
 
 
+def test_the_end_of_an_attempt_that_waits_for_the_placer_leaves_the_doubt_about_another_one() -> None:
+    """The first one may have committed: nobody binds before its answer."""
+    b = all_sent(decode=ONE, retain_s=0.0)
+    b.tell(events.AllowReplacement(ROOM, 0, 1, TWO))
+    assert words(b.hear(destination(1, TWO, replaces=0))) == ["Failed"]
+    assert said(b.hear(destination(2, THREE, replaces=1, budget_s=0.5)), THREE) == []
+    assert refused(b.at(0.5), THREE)[0] is ErrorCode.DEADLINE_EXCEEDED
+    assert said(b.down(ONE), TWO) == said(b.fence(), TWO) == []
+    b.up(ONE)
+    assert refused(b.hear(Committed(transfer())), TWO) == (ErrorCode.OUT_OF_CAPACITY, True)
+    assert b.phase() is KVPoll.SUCCESS
+
+
+@pytest.mark.parametrize("later_first", [False, True])
+def test_an_attempt_that_waits_for_the_placer_is_not_refused_by_the_one_that_it_follows(
+    later_first: bool,
+) -> None:
+    b = writing(decode=ONE, retain_s=0.0)
+    earlier, later = destination(1, ONE, replaces=0), destination(2, THREE, replaces=1)
+    effects = [
+        effect for word in ((later, earlier) if later_first else (earlier, later)) for effect in b.hear(word)
+    ]
+    assert said(effects, THREE) == []
+    b.finish()
+    b.land()
+    b.fence()
+    effects = b.tell(events.AllowReplacement(ROOM, 1, 2, THREE, ended=True))
+    assert words([*effects, *b.fence()], THREE) == ["Accepted", "Metadata"]
+
+
 @pytest.mark.parametrize("changes", [{}, {"claim": b"another"}])
 def test_an_attempt_that_skips_one_waits_only_in_a_room_that_may_be_placed_again(changes: Any) -> None:
     placed = {"retain_s": 0.0} if changes else {}

@@ -673,7 +673,8 @@ class Rooms:
                 late: SegueError = BootstrapTimeout(text)
             else:
                 late = DeadlineExceeded(f"another attempt has room {room.key.room}, and did not end in time")
-                room.doubt = None
+                if room.doubt is not None and message.replaces == room.doubt.attempt:
+                    room.doubt = None  # else another one waits for the answer
             self._refuse(transfer.decode, transfer, late.info)
         self._forget_if_empty(room)
 
@@ -775,8 +776,9 @@ class Rooms:
         said = live is not None and message.replaces == live.attempt
         allowed = live is not None and said and self._may_replace(room, live, waiting)
         if not known:
-            # One waits at a time; one without the placer's word makes room for one that may replace.
-            others = list(room.parked.values())
+            # One waits at a time; one without the placer's word makes room for one that may replace. An
+            # attempt that follows another one waits for words of its own.
+            others = [p for p in room.parked.values() if live and p.message.replaces == live.attempt]
             blocked = room.doubt is not None or not allowed
             if not said and self._follows(room, live, message):
                 self._await_word(room, waiting.peer, message)
@@ -787,8 +789,10 @@ class Rooms:
                 return
             if self._accepted(room, waiting.peer, message) is None:
                 return  # its fault ends no other attempt
-            if others:
-                self._refuse_waiting(room, TransferFailed("another attempt replaces the one before").info)
+            for other in others:
+                self._unpark(room.parked, other.message.transfer)
+                error = TransferFailed("another attempt replaces the one before").info
+                self._refuse(other.peer, other.message.transfer, error)
             if not self._has_place(waiting.peer, message):
                 return
             self._keep(room.parked, waiting)
