@@ -564,6 +564,33 @@ def test_lesson_22_a_sink_that_raises_fails_the_peers_at_once(
     memory.close()
 
 
+@pytest.mark.parametrize("name", ["shm", "tcp", "staged_tcp"])
+def test_lesson_22_a_sink_that_raises_for_one_peer_hears_of_the_others(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, hooked = threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
+
+    def sink(event: TransportEvent) -> None:
+        if event.peer == rank("b"):
+            raise KeyError("a bug in the owner")
+        if isinstance(event, PeerGone):
+            gone.set()
+
+    words = ("a", "b", "c")
+    sides = [KINDS.create(name, sink if word == "a" else print, options(rank(word))) for word in words]
+    memories = [allocate(4096) for _ in sides]
+    ends = [side.register(memory) for side, memory in zip(sides, memories, strict=True)]
+    for word, end in zip("bc", ends[1:], strict=True):
+        sides[0].connect(rank(word), end, 60)
+    sides[0].fence(rank("b"), 1)
+    assert hooked.wait(20)
+    assert gone.wait(20)
+    for side, memory in zip(sides, memories, strict=True):
+        side.close()
+        memory.close()
+
+
 @pytest.mark.parametrize("make", [make_shm, make_tcp, double_library], ids=["shm", "tcp", "library"])
 def test_lesson_22_a_thread_that_dies_is_told_of_who_writes_here_and_of_whom_we_write_to(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,12 +13,15 @@ from segue.kv.ids import RankId
 from segue.kv.transport.base import EventSink, PeerGone, TransportEvent
 from segue.kv.transport.net.ioloop import IoLoop
 
+log = logging.getLogger("segue.kv.transport")
+
 
 class EventEmitter:
     """Tells the events of the transport called `name` to its owner; nothing more once `closed` is set.
 
     `failure` says why, once a thread of the transport has ended by a bug. From then on the threads that ask
-    run the calls themselves, one call at a time: an awaited answer must not end with the loop.
+    run the calls themselves, one call at a time: an awaited answer must not end with the loop. A call that
+    raises then is logged, and the next one runs.
     """
 
     def __init__(self, name: str, on_event: EventSink) -> None:
@@ -73,5 +77,7 @@ class EventEmitter:
         while self._pending and self._turn.acquire(blocking=False):
             try:
                 self._next()
+            except Exception:  # the boundary: the bug may be met again, and costs no other call its answer
+                log.exception("after the end of a thread of %s a call has failed, too", self._name)
             finally:
                 self._turn.release()

@@ -538,10 +538,10 @@ class StagedTransport(Transport):
     def _end_all(self) -> None:
         """A bug has ended the thread. Each path tells its end when nothing is copied for it any more."""
         error = Internal(self._emitter.failure)
-        for writer in list(self._writers):
-            writer.end(error)
-        for reader in [reader for readers in self._readers.values() for reader in readers]:
-            reader.end(error)
+        ends = [writer.end for writer in self._writers]
+        ends += [reader.end for readers in self._readers.values() for reader in readers]
+        for end in ends:  # one call each: a bug at one path leaves the others theirs
+            self._emitter.run_soon(self._loop, partial(end, error))
 
     def _release(self) -> None:
         """The loop's last call."""
