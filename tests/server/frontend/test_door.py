@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,11 +35,11 @@ async def told(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(keys: tuple[str, ...] = (), **clients: Any) -> AsyncIterator[str]:
+async def listening(keys: tuple[str, ...] = (), drain_s: float = 1, **clients: Any) -> AsyncIterator[str]:
     listener = FrontendListener(
         "127.0.0.1",
         0,
-        drain_s=1,
+        drain_s=drain_s,
         keys=ApiKeys(keys),
         metrics=Metrics(),
         clients=ClientsConfig(**clients),
@@ -100,10 +101,32 @@ async def test_a_renewed_certificate_is_shown_to_the_next_client_and_a_broken_on
         (tmp_path / "new").rename(key)
         assert await asyncio.to_thread(shown, url, authority) == after, "the pair does not fit: not taken"
         cert.unlink()
-        assert await asyncio.to_thread(shown, url, authority) == after
-        assert "are not used" in caplog.text
+        for _ in range(3):
+            assert await asyncio.to_thread(shown, url, authority) == after
+        assert caplog.text.count("are not used") == 2, "once for each trouble, and not for each client"
         put(first)
         assert await asyncio.to_thread(shown, url, authority) == before
+
+
+@in_loop
+async def test_a_connection_in_a_pool_and_half_a_handshake_delay_neither_a_client_nor_the_end(
+    tmp_path: Path,
+) -> None:
+    authority = Authority(tmp_path)
+    files, loop = authority.issue(), asyncio.get_running_loop()
+    context = ssl.create_default_context(cafile=str(authority.file))
+    async with contextlib.AsyncExitStack() as ending:
+        url = await ending.enter_async_context(
+            listening(drain_s=60, https_cert=str(files.cert), https_key=str(files.key))
+        )
+        port = httpx.URL(url).port
+        assert port is not None
+        with socket.create_connection(("127.0.0.1", port)) as half, httpx.Client(verify=context) as pool:
+            half.sendall(b"\x16\x03\x01")
+            assert (await asyncio.to_thread(pool.get, f"{url}/x")).status_code == 200
+            began = loop.time()
+            await ending.aclose()
+            assert loop.time() - began < 20
 
 
 @in_loop

@@ -23,6 +23,8 @@ class ClientTls:
     def __init__(self, cert: str, key: str) -> None:
         self._files = cert, key
         self._seen = self._times()
+        #: why the files of now are not used, as the log has it
+        self._trouble = ""
         try:
             self.context = self._newest = self._load()
         except (OSError, ssl.SSLError) as error:
@@ -55,11 +57,14 @@ class ClientTls:
         try:
             times = self._times()
             if times != self._seen:
-                self._seen = times  # a pair that does not fit is reported once
+                self._seen = times
                 self._newest = self._load()
+                self._trouble = ""
                 log.info("event=https_certificate_reloaded file=%s", self._files[0])
         except (ConfigError, OSError, ssl.SSLError) as error:
-            log.warning("the new --https-cert and --https-key are not used: %s", error)
+            if str(error) != self._trouble:  # once, and not for each client
+                self._trouble = str(error)
+                log.warning("the new --https-cert and --https-key are not used: %s", error)
         if self._newest is not self.context:
             connection.context = self._newest
 

@@ -54,6 +54,8 @@ LET_IN: Final = "segue.let_in"
 MAX_HEAD_BYTES: Final = 64 * 2**10
 #: Requests that one connection may have sent ahead of their answers.
 MAX_PIPELINED: Final = 16
+#: Time that an idle client has to end TLS when the server stops, in seconds.
+GOODBYE_S: Final = 1.0
 #: Connections of the public listener, however many descriptors there are: each costs some 20 KB.
 MAX_CONNECTIONS: Final = 8192
 #: Descriptors that are not clients' connections: sessions to workers, the registry, files, logs.
@@ -158,6 +160,14 @@ class GuardedHttp(HttpToolsProtocol):
             self.transport.abort()
 
     # ---- asyncio --------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """The server stops: close now, or after the answer."""
+        idle = self.answered and not self.transport.get_write_buffer_size()
+        super().shutdown()
+        if idle:
+            # A connection in a client's pool reads nothing: its part of the end of TLS would not come.
+            self.loop.call_later(GOODBYE_S, self.transport.abort)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
