@@ -1226,6 +1226,18 @@ def test_rule_9_a_placed_room_that_no_decode_has_had_for_a_while_is_evicted() ->
     assert b.releases == {ROOM: 1}
 
 
+def test_rule_9_a_decode_that_comes_before_the_placer_s_word_has_as_long_as_the_word_gives() -> None:
+    b = all_sent(decode=ONE, retain_s=0.0)
+    full = OutOfCapacity("the pool is full").info
+    b.down(ONE)
+    b.fence()
+    b.at(5.0)
+    b.hear(destination(1, TWO, replaces=0))
+    assert b.end(full, unbound_s=1.0) == []
+    b.at(6.0)
+    assert refused(b.end(full, unbound_s=1.0), TWO) == (ErrorCode.OUT_OF_CAPACITY, True)
+
+
 def test_rule_9_three_unfinished_bindings_end_the_room() -> None:
     b = Bench(limits=Limits(max_bindings=3))
     b.expect(retain_s=30.0)

@@ -155,7 +155,8 @@ class Room:
     asked: bool = False
     expected: ExpectRoom | None = None
     opened_at: float = 0.0
-    #: since when nobody has it bound, or it waits for the decode that the placer has named last
+    #: since when nobody has it bound, or it waits for the decode that the placer has named last, or that has
+    #: come before the placer's word
     unbound_at: float = 0.0
     phase: KVPoll = KVPoll.BOOTSTRAPPING
     machine: SenderMachine | None = None
@@ -709,6 +710,7 @@ class Rooms:
         """A destination of a later attempt waits until the placer says that the room is for it."""
         if self._accepted(room, peer, message) is not None and self._has_place(peer, message):
             self._keep(room.parked, self._waiting(peer, message, message.budget_s))
+            room.unbound_at = self._turn.now
 
     def _accepted(self, room: Room, peer: LeaderId, message: Destination) -> SenderMachine | None:
         """The machine of a valid destination; an invalid one is refused, and gives None."""
