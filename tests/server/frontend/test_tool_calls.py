@@ -6,7 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from conftest import FakeBackend, Running
+from conftest import CHATML, FakeBackend, Running, make_tokenizer, serve
+from segue.server.frontend.tokenizer import ModelTokenizer
 
 TOOLS: list[Any] = [
     {
@@ -96,3 +97,22 @@ def test_what_is_known_only_at_the_end_comes_with_a_last_piece_that_has_no_text(
     arguments = "".join(f.arguments or "" for f in functions)
     assert (json.loads(arguments) if called else arguments) == ({"city": "Paris"} if called else "")
     assert chunks[-1].choices[0].finish_reason == ("tool_calls" if called else "stop")
+
+
+def test_half_a_pair_of_surrogates_in_a_call_comes_back_and_may_be_sent_again() -> None:
+    """A model that is cut within an emoji's escapes, and an agent that repeats what it was sent."""
+    template = CHATML + "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.city }}"
+    own = ModelTokenizer(make_tokenizer(template + "|{% endfor %}{% endfor %}{# <tool_call> #}"))
+    backend = FakeBackend(own, text=CALL.replace("Paris", "\\ud83d"))
+    with serve(backend, own) as running:
+        for stream in (False, True):
+            body: dict[str, Any] = {"messages": ASK, "tools": TOOLS, "stream": stream}
+            answer = running.post("/v1/chat/completions", body)
+            assert (answer.status_code, "INTERNAL" in answer.text) == (200, False)
+        message = running.post("/v1/chat/completions", {"messages": ASK, "tools": TOOLS}).json()["choices"][
+            0
+        ]["message"]
+        assert "\\ud83d" in message["tool_calls"][0]["function"]["arguments"]
+        again = running.post("/v1/chat/completions", {"messages": [*ASK, message, *ASK]})
+        assert again.status_code == 200
+        assert "\ufffd|" in own.decode(backend.requests[-1].prompt, skip_special=False)

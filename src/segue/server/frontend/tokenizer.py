@@ -189,6 +189,11 @@ class ModelTokenizer:
         except (jinja2.TemplateError, ValueError, TypeError, RecursionError) as error:
             # A template's exception is about the client's messages, so the client gets its text.
             raise BadParam(f"the chat template refuses these messages: {error}", "messages") from None
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            # A past call whose JSON has half a pair of surrogates as an escape; no tokenizer takes that.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return text
 
 
