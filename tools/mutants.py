@@ -232,9 +232,9 @@ MUTANTS = (
         "        if error is not None:\n"
         "            self.end(error)\n"
         "        elif self.over is None:\n"
-        "            self._say(wire.PieceCopied(piece.number))\n",
+        "            self._say(wire.PieceCopied(piece.number), False)\n",
         "        self._host.copy_in(blocks, piece.slot, partial(self._copied, piece))\n"
-        "        self._say(wire.PieceCopied(piece.number))\n\n"
+        "        self._say(wire.PieceCopied(piece.number), False)\n\n"
         "    def _copied(self, piece: InPiece, error: SegueError | None) -> None:\n"
         "        self._free(piece)\n"
         "        if error is not None:\n"

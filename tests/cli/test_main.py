@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -22,7 +22,7 @@ from segue.cli import main as cli_main
 from segue.cli.commands import frontend, models, processes
 from segue.cli.main import main, parser
 from segue.engine.pool_size import ModelSize
-from segue.kv.errors import ConfigError, Internal, PeerRefused
+from segue.kv.errors import ConfigError, Internal, NotFound, PeerRefused
 from segue.kv.ids import Role
 from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import Layers, argv, build, settings
@@ -526,12 +526,9 @@ def test_what_is_behind_the_equals_sign_of_an_unknown_flag_is_not_repeated(
     [
         (["serve"], "segue.cli.commands.processes.serve"),
         (["doctor"], "segue.cli.doctor.doctor_command.doctor"),
-        (["ps", "--registry", "http://127.0.0.1:1"], "segue.cli.commands.operate_commands._ps"),
-        (
-            ["explain", "r", "--registry", "http://127.0.0.1:1"],
-            "segue.cli.commands.operate_commands._explain",
-        ),
-        (["drain", "i", "--registry", "http://127.0.0.1:1"], "segue.cli.commands.operate_commands._steer"),
+        (["ps"], "segue.cli.commands.operate_commands.operator"),
+        (["explain", "r"], "segue.cli.commands.operate_commands.operator"),
+        (["drain", "i"], "segue.cli.commands.operate_commands.operator"),
     ],
 )
 def test_every_command_that_may_have_a_secret_reads_it(
@@ -540,16 +537,18 @@ def test_every_command_that_may_have_a_secret_reads_it(
     file, given = tmp_path / "secret", []
     file.write_text("a-secret-of-some-length")
 
-    async def asked(fleets: Any, *_more: object, **_named: object) -> int:
-        given.extend(config.secret for config in fleets.values())
-        return 0
+    def operator(_registry: str, *, secret: bytes | None, **_named: object) -> NoReturn:
+        given.append(secret)
+        raise NotFound("none")
 
     def run(config: Any, *_more: object) -> int:
         given.append(config.secret)
         return 0
 
-    monkeypatch.setattr(where, asked if "operate" in where else run)
-    assert main([*words, "--secret-file", str(file)]) == 0
+    asks = where.endswith("operator")
+    monkeypatch.setattr(where, operator if asks else run)
+    registry = ["--registry", "http://127.0.0.1:1"] if asks else []
+    assert main([*words, *registry, "--secret-file", str(file)]) == asks
     assert given == [b"a-secret-of-some-length"]
 
 

@@ -42,7 +42,7 @@ ELSEWHERE = {"changes", "etcd", "kills", "sim_many"}
 ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
 #: These need another commit's tree, vLLM, or gigabytes of memory.
 ELSEWHERE |= {"agent", "holes", "per_request", "staging", "sglang_answers", "sglang_pages"}
-ELSEWHERE |= {"vllm_answers", "vllm_faults"}
+ELSEWHERE |= {"vllm_answers", "vllm_beside_nixl", "vllm_faults"}
 
 
 def test_no_measurement_is_forgotten() -> None:

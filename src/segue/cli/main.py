@@ -63,7 +63,7 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
     )
     top.add_argument("--version", action="version", version=f"segue {__version__}")
     commands = top.add_subparsers(
-        dest="command", metavar="COMMAND", help=argparse.SUPPRESS, parser_class=flags.Parser
+        dest="command", prog="segue", metavar="COMMAND", help=argparse.SUPPRESS, parser_class=flags.Parser
     )
     made: dict[str, flags.Parser] = {}
 

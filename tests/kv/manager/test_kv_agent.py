@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -386,6 +388,18 @@ def test_a_hand_off_that_finds_that_the_agent_does_not_read_fails_with_the_other
         assert "does not read" in str(side.lost.get(timeout=DEADLINE_S))
         wait_until(lambda: all(sender.released for sender in senders))
         assert {sender.poll() for sender in senders} == {KVPoll.FAILED}
+
+
+def test_an_agent_that_stands_still_is_asked_for_a_bounded_time() -> None:
+    with ExitStack() as stack:
+        side, _ = start(stack, Role.PREFILL, "tcp")
+        os.kill(side.manager.pid, signal.SIGSTOP)
+        config = side.manager.config
+        soon = msgspec.structs.replace(config.limits, connect_s=0.1)
+        side.manager.config = replace(config, limits=soon)
+        with pytest.raises(PeerLost, match="has not answered within"):
+            side.manager.sizes()
+        os.kill(side.manager.pid, signal.SIGCONT)
 
 
 def test_the_end_of_the_link_is_no_proof_that_the_agent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

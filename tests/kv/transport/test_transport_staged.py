@@ -284,6 +284,7 @@ class Reading:
         self.events: list[object] = []
         self.open = True
         self.owed = 0
+        self.forgotten: list[int] = []
         self.path = StagedReader(self, WRITER, self.say, self.answered, self.closed)
         self.grants.add(WRITER, 7, whole(64))
 
@@ -303,7 +304,8 @@ class Reading:
     def inner_fence(self, peer: RankId, epoch: int) -> None:
         self.fenced.append(epoch)
 
-    def inner_forget(self, epoch: int) -> None: ...
+    def inner_forget(self, epoch: int) -> None:
+        self.forgotten.append(epoch)
 
     def check(self, peer: RankId, epoch: int, blocks: list[CopyBlock], nbytes: int) -> None: ...
 
@@ -357,7 +359,7 @@ def test_a_slot_is_given_on_when_neither_end_writes_there(word: msgspec.Struct |
             host.path.replaced()
         else:
             host.path.told(word)
-    assert host.in_slots.held == 0
+    assert (host.in_slots.held, host.forgotten) == (0, [101])
     assert [type(event) for event in host.events] == ([PeerGone, Forgotten] if word is None else [])
 
 
@@ -379,9 +381,15 @@ class Writing:
         self.events: list[TransportEvent] = []
         self.copies: list[Callable[[SegueError | None], None]] = []
         self.numbers = iter(range(1, 99))
-        self.path = StagedWriter(
-            self, WRITER, 4096, 64, lambda message, _: self.said.append(message), no, no, threading.Event()
-        )
+        self.owed = 0
+        self.path = StagedWriter(self, WRITER, 4096, 64, self.say, self.answered, no, threading.Event())
+
+    def say(self, message: msgspec.Struct, owes: bool) -> None:
+        self.said.append(message)
+        self.owed += owes
+
+    def answered(self) -> None:
+        self.owed -= 1
 
     def number(self) -> int:
         return next(self.numbers)
@@ -405,6 +413,34 @@ class Writing:
 
 def no() -> None:
     """Not done."""
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_write_that_the_inner_transport_did_not_carry_has_failed_as_that_says(refused: bool) -> None:
+    """A refusal leaves the path as it is: the reader does not grant the epoch any more, or the slot's."""
+    host = Writing()
+    host.path.write(Write(7, 1, 64, 0.0), [CopyBlock(0, 0, 1, 64)])
+    host.path.told(wire.SlotGranted(1, 51, 0))
+    host.copies[0](None)
+    error = TransferFailed("not carried")
+    host.path.moved(1, WriteFailed(WRITER, 51, 1, error, refused))
+    assert host.events[0] == WriteFailed(WRITER, 7, 1, error, refused)
+    assert [type(event) for event in host.events[1:]] == ([] if refused else [PeerGone])
+    assert host.out_slots.held == 0
+
+
+@pytest.mark.parametrize("word", [wire.PieceCopied(1), wire.PieceRefused(1)])
+def test_a_filled_slot_is_owed_one_word_which_the_reader_says(word: msgspec.Struct) -> None:
+    host = Writing()
+    host.path.write(Write(7, 1, 64, 0.0), [CopyBlock(0, 0, 1, 64)])
+    host.path.told(wire.SlotGranted(1, 51, 0))
+    host.copies[0](None)
+    host.path.moved(1, Written(WRITER, 51, 1, 64, 0.0))
+    assert host.owed == 1
+    host.path.told(word)
+    [event] = host.events
+    assert isinstance(event, Written if isinstance(word, wire.PieceCopied) else WriteFailed)
+    assert (host.owed, host.path.pieces) == (0, {})
 
 
 @pytest.mark.parametrize("filled", [True, False])

@@ -51,7 +51,10 @@ CODES: dict[str, frozenset[ErrorCode]] = {
     "broken": frozenset(_LOST),
     "blocked": frozenset(_LOST),
     "drained": frozenset({*_LOST, ErrorCode.DRAINING}),
-    "session flip": frozenset({*_LOST, ErrorCode.PEER_REFUSED, ErrorCode.CHECKSUM_MISMATCH}),
+    # A damaged proof of the secret cannot be told from one of another secret.
+    "session flip": frozenset(
+        {*_LOST, ErrorCode.PEER_REFUSED, ErrorCode.CHECKSUM_MISMATCH, ErrorCode.UNAUTHORIZED}
+    ),
     "path cut": frozenset({ErrorCode.TRANSFER_FAILED, ErrorCode.PEER_LOST}),
     "write fails": frozenset({ErrorCode.TRANSFER_FAILED}),
     "half open": frozenset(_LOST),

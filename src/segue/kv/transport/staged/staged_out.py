@@ -246,7 +246,7 @@ class StagedWriter:
         piece = self.pieces[number]
         self._host.out_slots.give(piece.slot)
         if isinstance(event, WriteFailed):
-            self._fail(piece, event.error)
+            self._fail(piece, event.error, refused=event.refused)
             self._give_up(number)
             if not piece.dead and not event.refused:
                 self.end(event.error)
