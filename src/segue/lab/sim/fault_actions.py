@@ -315,7 +315,8 @@ class FaultActions:
 
         def ended() -> None:
             nonlocal looks_at, silent_until
-            if node.resumed_at > looks_at:  # it stood still itself, and notices only now
+            # It stood still itself, or its clock says so, and notices only now.
+            if max(node.resumed_at, node.jumped_at) > looks_at:
                 looks_at = self.world.now
                 node.after(after_s, ended)
             elif node.no_answer_until > silent_until:  # a later fault made the worker stand still as it ended
