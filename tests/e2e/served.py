@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +27,14 @@ REST_S = 60.0
 _DOOR = re.compile(r"http server at (\S+):(\d+)")
 _DRAINING = re.compile(r"event=draining")
 _STARTED = re.compile(r"event=started child=(\S+) pid=(\d+)")
+
+
+@functools.cache
+def _runtime_folders() -> str:
+    """The parent of the deployments' runtime folders, until this process ends."""
+    parent = tempfile.mkdtemp(prefix="segue-run-")
+    atexit.register(shutil.rmtree, parent, ignore_errors=True)
+    return parent
 
 
 class Served:
@@ -51,9 +62,8 @@ class Served:
                 stderr = Path(made.name)
         self._log = stderr
         self._door_port = door_port
-        self._folder = tempfile.TemporaryDirectory(prefix="segue-run-")
         #: other deployments of this user are none of this test's
-        self.runtime = {"XDG_RUNTIME_DIR": self._folder.name}
+        self.runtime = {"XDG_RUNTIME_DIR": tempfile.mkdtemp(dir=_runtime_folders())}
         #: what carries the KV between processes of one host
         self.transport = _value(arguments, "--transport", "shm")
         self.is_registry = "--bootstrap-port" in arguments
@@ -243,7 +253,6 @@ class Served:
                 sys.stderr.write(f"---- {self.command}\n{self.log()[-6000:]}")
             if self._own_log:
                 self._log.unlink()
-            self._folder.cleanup()
 
     def terminate(self) -> None:
         family, sockets = self.family(), self._sockets()
