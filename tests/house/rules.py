@@ -60,15 +60,15 @@ SIDE_MAY_IMPORT = {
     "lab.bench": {"kv.base", "kv.layout", "kv.transport"},
     "lab.sim": set(FLOORS) - {"cli"},
     "integrations": set[str](),
-    "integrations.sglang": {"kv"},
-    "integrations.vllm": {"kv"},
+    "integrations.sglang": {"integrations", "kv"},
+    "integrations.vllm": {"integrations", "kv"},
 }
 SIDE_MAY_BE_IMPORTED_BY = {
     "lab": set[str](),
     "lab.advise": {"cli"},
     "lab.bench": {"cli"},
     "lab.sim": {"cli"},
-    "integrations": {"cli"},
+    "integrations": {"cli", "integrations.sglang", "integrations.vllm"},
     "integrations.sglang": set[str](),
     "integrations.vllm": set[str](),
 }
@@ -87,6 +87,7 @@ PURE = {
 PURE_MODULES = {
     *(f"segue.engine.{name}" for name in ("kv_events", "model_names", "parallel", "pool_size", "request")),
     *(f"segue.server.fleet.{name}" for name in ("fleet_settings", "replica", "router")),
+    "segue.integrations.device_memory",
     *(f"segue.integrations.sglang.sglang_{name}" for name in ("phases", "settings")),
     *(
         f"segue.integrations.vllm.vllm_{name}"

@@ -99,6 +99,43 @@ def test_a_hand_off_from_one_connector_to_another(
     assert stats[-1].data["pinned"] == 0
 
 
+def test_the_memory_of_a_gpu_goes_through_staging(
+    stack: ExitStack, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each chunk waits for an event that was recorded behind its forward; the log says what has not run."""
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    more: Any = {"on_gpu": True, "device_memory": "unverified"}
+    with caplog.at_level(logging.INFO, "segue.vllm"):
+        both = [connector_engine(stack, module, role, **more) for role in ("kv_producer", "kv_consumer")]
+    assert sum("never run on a GPU" in message for message in caplog.messages) == 2
+    assert sum("over staged_tcp" in message for message in caplog.messages) == 2
+    prefill, decode = both
+    prefill.add(request("p1", TOKENS, TO_PREFILL))
+    until(both, lambda: "p1" in prefill.answers)
+    decode.add(request("d1", TOKENS, prefill.answers["p1"]))
+    until(both, lambda: "d1" in decode.ends)
+    assert decode.loaded == ["d1"]
+    assert torch.equal(kv(decode, "d1"), expected(range(TOKENS)))
+    assert calls == ["record", "synchronize"]
+    at_rest(both)
+    with pytest.raises(ConfigError, match="device_memory"):
+        connector_engine(stack, module, "kv_producer", on_gpu=True)
+    with pytest.raises(ConfigError, match="mooncake"):
+        connector_engine(stack, module, "kv_producer", transport=["mooncake"], **more)
+
+
 def test_with_the_policy_fail_a_load_without_prefill_ends(
     stack: ExitStack, module: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,12 @@ from segue.integrations.vllm.vllm_facts import (
     weights_fingerprint,
 )
 from segue.integrations.vllm.vllm_memory import CacheFacts
-from segue.integrations.vllm.vllm_settings import ConnectorSettings, EngineFacts, check_engine
+from segue.integrations.vllm.vllm_settings import (
+    ConnectorSettings,
+    EngineFacts,
+    check_engine,
+    parse_settings,
+)
 from segue.integrations.vllm.vllm_table import RequestEnd, ScheduledChunk
 from segue.kv import ConfigError, Role
 
@@ -81,7 +86,8 @@ def test_a_plain_engine_is_supported() -> None:
             {"cache_config": Double(cache_dtype="nvfp4")},
             "--kv-cache-dtype nvfp4: its scales are not in the KV",
         ),
-        ({"device_config": Double(device_type="cuda")}, "the device cuda"),
+        ({"device_config": Double(device_type="cuda")}, 'a GPU without device_memory "unverified"'),
+        ({"device_config": Double(device_type="xpu")}, "the device xpu, only cpu and cuda"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"tensor_parallel_size": 8}, "--tensor-parallel-size 8 for 4 KV heads"),
         ({"tensor_parallel_size": 2, "model_config": model_config(1)}, "--tensor-parallel-size 2"),
@@ -105,11 +111,20 @@ def test_hybrid_models_are_refused() -> None:
         )
 
 
-def test_an_agent_serves_one_rank() -> None:
+def test_an_agent_serves_one_rank_of_a_cpu() -> None:
     facts, settings = EngineFacts(kv_role="kv_producer"), ConnectorSettings(agent=True)
     assert check_engine(facts, settings) is Role.PREFILL
     with pytest.raises(ConfigError, match="agent with --tensor-parallel-size 2"):
         check_engine(replace(facts, tensor_ranks=2, kv_heads=2), settings)
+    with pytest.raises(ConfigError, match="agent with the memory of a GPU"):
+        check_engine(replace(facts, device="cuda"), ConnectorSettings(agent=True, device_memory="unverified"))
+
+
+def test_the_memory_of_a_gpu_needs_the_setting() -> None:
+    facts = EngineFacts(kv_role="kv_producer", device="cuda")
+    assert check_engine(facts, parse_settings({"device_memory": "unverified"})) is Role.PREFILL
+    with pytest.raises(ConfigError, match="device_memory"):
+        parse_settings({"device_memory": "yes"})
 
 
 def test_the_cache_as_its_layers_describe_it() -> None:

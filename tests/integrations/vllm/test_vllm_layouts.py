@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from vllm_pair import DeviceTensor
 
 from segue.integrations.vllm.vllm_memory import CacheFacts, cache_pool
 from segue.integrations.vllm.vllm_orders import (
@@ -32,13 +33,15 @@ CPU = replace(FACTS, backend="CPU_ATTN", isa="vec")
 
 @dataclass(frozen=True)
 class Cache:
-    """A KV cache: `order` is its physical layout."""
+    """A KV cache: `order` is its physical layout; `kind`, of its tensors, says where it is declared to be."""
 
     facts: CacheFacts
     order: str = "HND"
+    kind: type[torch.Tensor] = torch.Tensor
 
     def __str__(self) -> str:
-        return f"{self.facts.backend} {self.order} {self.facts.block_size}"
+        device = " on a device" if self.kind is DeviceTensor else ""
+        return f"{self.facts.backend} {self.order} {self.facts.block_size}{device}"
 
     def make(self) -> dict[str, torch.Tensor]:
         blocks, size = self.facts.blocks, self.facts.block_size
@@ -91,7 +94,8 @@ def hand_over(
     sides, caches = [], []
     for role, cache, model in zip((Role.PREFILL, Role.DECODE), (ours, theirs), models, strict=True):
         caches.append(cache.make())
-        sides.append(WorkerSide(role, settings, b"", model, cache_pool(caches[-1], cache.facts)))
+        declared = {name: each.as_subclass(cache.kind) for name, each in caches[-1].items()}
+        sides.append(WorkerSide(role, settings, b"", model, cache_pool(declared, cache.facts)))
         stack.callback(sides[-1].close)
     prefill, decode = sides
     sent, got = list(range(7, 7 - ours.needed, -1)), list(range(1, 1 + theirs.needed))
@@ -134,6 +138,9 @@ LATENT = replace(FACTS, backend="CPU_MLA")
         (Cache(LATENT), Cache(LATENT)),
         (Cache(LATENT), Cache(replace(LATENT, block_size=16, blocks=4))),
         (Cache(CPU), Cache(CPU)),
+        (Cache(FACTS, "NHD", DeviceTensor), Cache(FACTS, "HND", DeviceTensor)),
+        (Cache(FACTS, "blocks outermost", DeviceTensor), Cache(LARGER, "NHD", DeviceTensor)),
+        (Cache(LATENT, kind=DeviceTensor), Cache(LATENT, kind=DeviceTensor)),
     ],
     ids=str,
 )

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 from vllm_bench import LOST, TO_PREFILL, request
-from vllm_pair import CPU_ATTN, Pair, TensorWorker, expected, make_caches
+from vllm_pair import CPU_ATTN, DeviceTensor, Pair, TensorWorker, expected, make_caches
 
+import double_cuda
 from ports import HeldPort
 from segue.integrations.vllm import vllm_rank
 from segue.integrations.vllm.vllm_memory import cache_pool
@@ -36,15 +37,20 @@ from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailure
 from segue.integrations.vllm.vllm_table import RequestEnd
 from segue.integrations.vllm.vllm_worker import WorkerSide
 from segue.kv import (
+    KINDS,
     BootstrapTimeout,
     ChecksumMode,
     ConfigError,
     Internal,
+    Memory,
     PeerLost,
     PeerRestarted,
     Role,
     RoomKey,
 )
+from segue.kv.transport.base import Endpoint, EventSink
+from segue.kv.transport.cuda_ipc import CudaIpcTransport
+from segue.kv.transport.options import TransportOptions
 
 
 @pytest.fixture
@@ -125,6 +131,102 @@ def test_tensor_parallel_ranks_hand_over_their_heads(
             assert torch.equal(loaded_kv(pair, name), expected(range(tokens)))
     at_rest(pair)
     assert outcomes(pair) == {"OK": 4}
+
+
+@pytest.mark.parametrize(
+    ("on_device", "transport", "ranks"),
+    [
+        ((True, True), [], (1, 1)),
+        ((True, True), ["shm"], (1, 1)),
+        ((True, False), ["tcp", "staged_tcp"], (1, 1)),
+        ((False, True), ["tcp", "staged_tcp"], (1, 1)),
+        ((True, True), [], (2, 1)),
+    ],
+)
+def test_kv_of_a_device_leaves_when_the_device_has_computed_it(
+    stack: ExitStack,
+    free_port: int,
+    on_device: tuple[bool, bool],
+    transport: list[str],
+    ranks: tuple[int, int],
+) -> None:
+    """Through staging, in both flows. The device of prefill computes nothing before somebody waits for it."""
+    pair = Pair(stack, on_device=on_device, transport=transport, ranks=ranks, query_port=free_port)
+    hand_over(pair, "s", 13)
+    to_prefill, to_decode = concurrent(pair, "t")
+    pair.decode.add(request("dc", 30, to_decode))
+    pair.prefill.add(request("pc", 30, to_prefill))
+    for name, tokens in (("ds", 13), ("dc", 30)):
+        assert served(pair, name) is RequestEnd.LENGTH
+        assert torch.equal(loaded_kv(pair, name), expected(range(tokens)))
+    at_rest(pair)
+    assert outcomes(pair) == {"OK": 2}
+
+
+def test_a_prompt_that_the_device_still_computes_is_not_sent(stack: ExitStack) -> None:
+    """Prefill's answer is there, and decode has asked; a later prompt is handed over meanwhile."""
+    pair = Pair(stack, on_device=(True, True), transport=[])
+    [device] = side_of(pair, "prefill").devices
+    device.goes_on.clear()
+    hand_over(pair, "1", 13)
+    goes_on, device.goes_on = device.goes_on, threading.Event()
+    device.goes_on.set()
+    hand_over(pair, "2", 13)
+    assert served(pair, "d2") is RequestEnd.LENGTH
+    assert "d1" not in pair.decode.ends
+    goes_on.set()
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert torch.equal(loaded_kv(pair, "d1"), expected(range(13)))
+    at_rest(pair)
+
+
+class DoubleCudaIpc(CudaIpcTransport):
+    """`cuda_ipc` over a double of CUDA."""
+
+    def __init__(self, on_event: EventSink, options: TransportOptions) -> None:
+        super().__init__(on_event, options, double_cuda.modules)
+
+    @classmethod
+    def unusable(cls) -> str:
+        return ""
+
+    def register(self, memory: Memory) -> Endpoint:
+        double_cuda.ALLOCATIONS.update({region.address: region.nbytes for region in memory.regions})
+        return super().register(memory)
+
+
+def test_a_transport_that_takes_a_devices_memory_needs_no_staging(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS.known, "cuda_ipc", DoubleCudaIpc)  # type: ignore[index]
+    monkeypatch.setattr(DeviceTensor, "device", torch.device("cuda:0"))
+    stack.callback(double_cuda.reset)
+    # A checksum of this memory would be computed by torch on a GPU.
+    pair = Pair(stack, on_device=(True, True), transport=["cuda_ipc", "tcp"], kv_checksum=ChecksumMode.OFF)
+    hand_over(pair, "1", 13)
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert torch.equal(loaded_kv(pair, "d1"), expected(range(13)))
+    assert double_cuda.FAULTS.batches
+    at_rest(pair)
+
+
+def test_a_device_that_fails_ends_the_hand_off(stack: ExitStack) -> None:
+    """Decode computes the prompt, and prefill goes on."""
+    pair = Pair(stack, on_device=(True, True), transport=[])
+    worker = side_of(pair, "prefill")
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    worker.devices[0].launch(fail)
+    hand_over(pair, "1", 13)
+    assert served(pair, "d1") is RequestEnd.LENGTH
+    assert "d1" not in pair.decode.loaded
+    hand_over(pair, "2", 13)
+    assert served(pair, "d2") is RequestEnd.LENGTH
+    assert torch.equal(loaded_kv(pair, "d2"), expected(range(13)))
+    assert outcomes(pair) == {"TRANSFER_FAILED": 1, "OK": 1}
+    at_rest(pair)
 
 
 def children() -> set[int]:

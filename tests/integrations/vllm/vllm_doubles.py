@@ -16,7 +16,7 @@ import pytest
 import torch
 from vllm_bench import MODEL
 from vllm_model import ModelEngine, ModelPool, ModelWorker, Step
-from vllm_pair import BLOCKS, DIM, HEADS, kv_of, make_caches, write
+from vllm_pair import BLOCKS, DIM, HEADS, DeviceTensor, kv_of, make_caches, write
 
 from segue.integrations.vllm.vllm_claim import EngineRequest
 from segue.integrations.vllm.vllm_orders import Report, decode_orders, decode_reports, encode
@@ -256,17 +256,22 @@ def connector_engine(
     module: Any,
     role: str,
     policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
+    *,
+    on_gpu: bool = False,
     **extra: Any,
 ) -> ModelEngine:
-    """An engine with both objects of a connector, made in vLLM's order."""
+    """An engine with both objects of a connector, made in vLLM's order. With `on_gpu` its KV is declared as a
+    device's."""
     config, caches_config = vllm_config(role, policy, **extra), kv_cache_config()
+    config.device_config.device_type = "cuda" if on_gpu else "cpu"
     scheduler = module.SegueConnector(config, KVConnectorRole.SCHEDULER, caches_config)
     worker = module.SegueConnector(config, KVConnectorRole.WORKER, caches_config)
     stack.callback(worker.shutdown)
     stack.callback(scheduler.shutdown)
     context = worker.get_mem_pool_context()
     caches, _ = make_caches(context is not None, context)
-    worker.register_kv_caches(caches)
+    kind = DeviceTensor if on_gpu else torch.Tensor
+    worker.register_kv_caches({name: cache.as_subclass(kind) for name, cache in caches.items()})
     pool = ModelPool(BLOCKS)
     scheduler.bind_gpu_block_pool(pool)
     scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})

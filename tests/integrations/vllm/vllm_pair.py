@@ -3,11 +3,13 @@ cache, and a `WorkerSide` each that hands over between them."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,35 @@ WITHIN_S = 30.0
 CPU_ATTN = CacheFacts(
     backend="CPU_ATTN", blocks=BLOCKS, block_size=BLOCK, head_size=DIM, dtype="float32", isa="vec"
 )
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of the CPU that is declared as a device's."""
+
+    device = torch.device("cpu:0")
+
+
+class LazyDevice:
+    """Computes what was launched on it when somebody waits for that."""
+
+    def __init__(self) -> None:
+        self._launched: list[tuple[threading.Event, Callable[[], object]]] = []
+        #: what is launched now is not computed before this is set
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def launch(self, work: Callable[[], object]) -> None:
+        self._launched.append((self.goes_on, work))
+
+    def computed(self) -> Callable[[], object]:
+        launched, self._launched = self._launched, []
+
+        def wait() -> None:
+            for goes_on, work in launched:
+                assert goes_on.wait(WITHIN_S)
+                work()
+
+        return wait
 
 
 def make_caches(
@@ -80,6 +111,8 @@ class TensorWorker(ModelWorker):
         self.forward_s = 0.0
         #: the next forwards do not end
         self.forward_ends = True
+        #: the devices that compute, one for each rank; none: this thread does
+        self.devices: list[LazyDevice] = []
         #: only so many tokens of a prompt leave that is computed when it is sent; 0: all
         self.sends_only = 0
 
@@ -92,8 +125,10 @@ class TensorWorker(ModelWorker):
         for request, start, end, _, blocks in step.chunks:
             for position in range(start, end):
                 head = 0
-                for caches in self.caches:
-                    write(caches, request.spec.tokens[position], position, blocks[position // BLOCK], head)
+                for rank, caches in enumerate(self.caches):
+                    token, block = request.spec.tokens[position], blocks[position // BLOCK]
+                    work = partial(write, caches, token, position, block, head)
+                    self.devices[rank].launch(work) if self.devices else work()
                     head += next(iter(caches.values())).shape[1]
             if end == request.tokens:
                 parts = [kv_of(caches, blocks, end) for caches in self.caches]
@@ -149,8 +184,10 @@ def make_engine(
     secret: bytes = b"",
     model: str = "model/float32",
     ranks: int = 1,
+    on_device: bool = False,
 ) -> ModelEngine:
-    """An engine whose workers are real, one for each tensor-parallel rank. Its `stack` closes it."""
+    """An engine whose workers are real, one for each tensor-parallel rank. Its `stack` closes it. With
+    `on_device` its KV is in memory that is declared as a device's, and prefill's is computed there."""
     pool, block = ModelPool(BLOCKS), facts.block_size
     table: SchedulerTable
     if role is Role.PREFILL:
@@ -158,16 +195,20 @@ def make_engine(
     else:
         table = DecodeTable(MODEL, pool, block, settings, secret, policy=policy)
     made = [make_caches(shared, heads=HEADS // ranks) for _ in range(ranks)]
+    kind = DeviceTensor if on_device else torch.Tensor
+    declared = [{name: cache.as_subclass(kind) for name, cache in caches.items()} for caches, _ in made]
     pools = [
-        cache_pool(caches, replace(facts, tensor_rank=rank, tensor_ranks=ranks), mode.memory)
-        for rank, (caches, mode) in enumerate(made)
+        cache_pool(declared[rank], replace(facts, tensor_rank=rank, tensor_ranks=ranks), mode.memory)
+        for rank, (_, mode) in enumerate(made)
     ]
     common, first = (role, settings, secret, model), WorkerPlace(tensor_ranks=ranks)
+    devices = [LazyDevice() for _ in made] if on_device and role is Role.PREFILL else []
+    computed = [device.computed for device in devices] or [None] * ranks
     invitation: Future[tuple[str, bytes]] = Future()
 
     def follow(rank: int) -> RankSide:
         place = replace(first, tensor_rank=rank)
-        return RankSide(*common, pools[rank], place, lambda _: invitation.result(WITHIN_S))
+        return RankSide(*common, pools[rank], place, lambda _: invitation.result(WITHIN_S), computed[rank])
 
     def share(value: tuple[str, bytes] | None) -> tuple[str, bytes]:
         assert value is not None
@@ -176,7 +217,7 @@ def make_engine(
 
     with ThreadPoolExecutor() as threads:
         others = [threads.submit(follow, rank) for rank in range(1, ranks)]
-        side = WorkerSide(*common, pools[0], first, *lead(share, first))
+        side = WorkerSide(*common, pools[0], first, *lead(share, first), computed[0])
         sides = [side, *(other.result(WITHIN_S) for other in others)]
     for each in sides:
         stack.callback(each.close)
@@ -184,6 +225,7 @@ def make_engine(
         table.address = PeerAddress(side.address.leader, side.address.host, side.address.port)
     engine = ModelEngine(table, pool, policy)
     engine.worker = TensorWorker(pool, sides, [caches for caches, _ in made])
+    engine.worker.devices = devices
     return engine
 
 
@@ -215,6 +257,7 @@ class Pair:
         decode_secret: bytes | None = None,
         models: tuple[str, str] = ("model/float32", "model/float32"),
         ranks: tuple[int, int] = (1, 1),
+        on_device: tuple[bool, bool] = (False, False),
         **settings: Any,
     ) -> None:
         self.settings = ConnectorSettings(**{"transport": ["shm" if shared else "tcp"], **settings})
@@ -228,6 +271,7 @@ class Pair:
             secret=secret,
             model=models[0],
             ranks=ranks[0],
+            on_device=on_device[0],
         )
         self.decode = make_engine(
             stack,
@@ -239,6 +283,7 @@ class Pair:
             secret=secret if decode_secret is None else decode_secret,
             model=models[1],
             ranks=ranks[1],
+            on_device=on_device[1],
         )
         self.running = [self.prefill, self.decode]
 

@@ -29,6 +29,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
+from segue.integrations.device_memory import device_warning
 from segue.integrations.sglang.sglang_device import CudaMemory
 from segue.integrations.sglang.sglang_handoffs import (
     Intake,
@@ -128,6 +129,8 @@ class SegueKVManager(CommonKVManager):
             envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.set(False)
         #: the memory of the KV if it is a GPU's
         self.cuda = CudaMemory(args.gpu_id) if facts.device == "cuda" else None
+        if self.cuda:
+            log.warning("%s", device_warning(self.cuda.device))
         pool = page_pool(args, mla=bool(is_mla_backend), region=self.cuda.region if self.cuda else Region)
         slots = MetadataSlots(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         self.secret = _secret(settings.secret_file)

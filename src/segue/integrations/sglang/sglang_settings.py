@@ -9,10 +9,10 @@ import difflib
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
+from segue.integrations.device_memory import DeviceMemory, device_refusal
 from segue.kv import ChecksumMode, ConfigError
 
 PREFIX = "SEGUE_SGLANG_"
@@ -33,7 +33,7 @@ class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_ca: str = ""
     kv_checksum: ChecksumMode = ChecksumMode.FULL
     #: KV in the memory of a GPU, copied through host memory: never run on one
-    device_memory: Literal["", "unverified"] = ""
+    device_memory: DeviceMemory = ""
 
 
 def backend_settings(environ: Mapping[str, str]) -> BackendSettings:
@@ -73,16 +73,12 @@ class SchedulerFacts:
     device_metadata: bool = False
 
 
-def check_scheduler(facts: SchedulerFacts, device_memory: str = "") -> None:
+def check_scheduler(facts: SchedulerFacts, device_memory: DeviceMemory = "") -> None:
     """Raises ConfigError, with what to change, for a configuration whose KV the backend cannot hand over.
     `device_memory` is the setting."""
+    device = device_refusal(facts.device, device_memory, f"{PREFIX}DEVICE_MEMORY=unverified")
     refused = [
-        (facts.device not in ("cpu", "cuda"), f"the device {facts.device}: use --device cpu"),
-        (
-            facts.device == "cuda" and not device_memory,
-            f"the memory of a GPU unless {PREFIX}DEVICE_MEMORY=unverified: the copies through host memory, "
-            "their checksums on the device and the wait for computed KV were never run on a GPU",
-        ),
+        (bool(device), device),
         (
             facts.device_metadata,
             "SGLANG_MOONCAKE_CUSTOM_MEM_POOL, with which metadata lies on the device: unset it",

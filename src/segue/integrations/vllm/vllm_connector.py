@@ -9,11 +9,13 @@ reports back.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -26,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tp_group
 
+from segue.integrations.device_memory import device_warning
 from segue.integrations.vllm.vllm_claim import ModelFacts
 from segue.integrations.vllm.vllm_decode_table import DecodeTable
 from segue.integrations.vllm.vllm_facts import (
@@ -93,6 +96,7 @@ class SegueConnector(KVConnectorBase_V1):
         transfer = vllm_config.kv_transfer_config
         self._settings = parse_settings(transfer.kv_connector_extra_config)
         self._segue_role = check_engine(engine_facts(vllm_config, kv_cache_config), self._settings)
+        self._on_gpu = str(vllm_config.device_config.device_type) != "cpu"
         self._secret = _read_secret(self._settings.secret_file)
         self._weights = weights_fingerprint(
             vllm_config.model_config, str(vllm_config.load_config.load_format)
@@ -205,7 +209,7 @@ class SegueConnector(KVConnectorBase_V1):
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """A context in which the KV cache is allocated where `shm` and an agent can map it."""
         wanted = self._settings.transport
-        mapped = not wanted or "shm" in wanted or self._settings.agent
+        mapped = not self._on_gpu and (not wanted or "shm" in wanted or self._settings.agent)
         return self._shared if mapped else None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -222,12 +226,15 @@ class SegueConnector(KVConnectorBase_V1):
                 self._vllm_config, self._kv_cache_config, next(iter(kv_caches)), place.tensor_rank
             )
             pool = cache_pool(kv_caches, facts, self._shared.memory)
+        if self._on_gpu and not place.tensor_rank:
+            log.warning("%s", device_warning(str(next(iter(kv_caches.values())).device)))
+        computed = _computed_on_gpu if self._on_gpu else None
         common = (self._segue_role, self._settings, self._secret, model_identity(self._weights, facts.dtype))
         if place.tensor_rank:
-            self._worker = RankSide(*common, pool, place, group.broadcast_object)
+            self._worker = RankSide(*common, pool, place, group.broadcast_object, computed)
         else:
             me, others = lead(group.broadcast_object, place, self._settings.cpus)
-            self._worker = WorkerSide(*common, pool, place, me, others)
+            self._worker = WorkerSide(*common, pool, place, me, others, computed)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where decode reaches this engine; the worker of rank 0 says it."""
@@ -303,6 +310,13 @@ def _read_secret(path: str) -> bytes:
         return Path(path).read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"secret_file {path}: {error.strerror}") from None
+
+
+def _computed_on_gpu() -> Callable[[], object]:
+    """Waits for the work that this thread has given to its stream until now."""
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event.synchronize  # type: ignore[no-any-return]
 
 
 def _log_as_vllm() -> None:

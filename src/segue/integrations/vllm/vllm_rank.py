@@ -30,6 +30,7 @@ from segue.kv import (
     Internal,
     KVConfig,
     LeaderId,
+    MemoryKind,
     Rank,
     RankLink,
     RankListener,
@@ -52,6 +53,10 @@ _MEET_S = 60.0
 #: Gives the value of rank 0 to all ranks, as vLLM's `broadcast_object` does; others call it with None. The
 #: value: the leader's incarnation and its invitation; or no incarnation, and the record of an error.
 Share = Callable[[tuple[str, bytes] | None], tuple[str, bytes]]
+
+#: Called when the forward of a step has been launched on a device: gives a function that blocks until the
+#: device has computed it.
+Computed = Callable[[], Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,9 @@ def worker_config(
     """The configuration of the leader `me`, as the worker at `place` has it. Each worker listens at its
     number above the ports that the settings name. Raises ConfigError for settings or a `pool` that do not
     work here."""
-    offered = KINDS.offered(",".join(settings.transport) or "auto", pool.memory)
+    on_device = on_a_device(pool)
+    names = KINDS.names(",".join(settings.transport) or ("tcp" if on_device else "auto"))
+    offered = KINDS.offered(",".join(KINDS.for_memory(names, pool.memory)), pool.memory)
     usable = [name for name, reason in offered.items() if reason == USABLE]
     if not usable:
         raise ConfigError(f"no transport can be used: {offered}")
@@ -93,6 +100,7 @@ def worker_config(
     if settings.tls_cert:
         tls = load_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
     number = place.data_rank * place.tensor_ranks + place.tensor_rank
+    ports = 2 if on_device else 1  # `staged_tcp` listens at two
     return KVConfig(
         role=role,
         me=me,
@@ -102,7 +110,7 @@ def worker_config(
         host=settings.host,
         port=settings.port and settings.port + place.data_rank,
         advertise=settings.advertise_host or None,
-        transport_port=settings.transport_port and settings.transport_port + number,
+        transport_port=settings.transport_port and settings.transport_port + number * ports,
         secret=secret or None,
         tls=tls,
         kv_checksum=settings.kv_checksum,
@@ -157,8 +165,9 @@ def lead(share: Share, place: WorkerPlace, cpus: Sequence[int] = ()) -> tuple[Le
 
 
 class RankSide:
-    """The worker of a rank above 0: it has KV heads, and decides nothing. Raises what `worker_config` does,
-    the error of rank 0 if that has failed, and BootstrapTimeout if it is not there."""
+    """The worker of a rank above 0: it has KV heads, and decides nothing. `computed` as in `WorkerSide`.
+    Raises what `worker_config` does, the error of rank 0 if that has failed, and BootstrapTimeout if it is
+    not there."""
 
     def __init__(
         self,
@@ -169,6 +178,7 @@ class RankSide:
         pool: CachePool,
         place: WorkerPlace,
         share: Share,
+        computed: Computed | None = None,
     ) -> None:
         incarnation, invitation = _share(share, None)
         if not incarnation:
@@ -176,6 +186,8 @@ class RankSide:
         me = LeaderId(Incarnation(incarnation))
         config = worker_config(role, settings, secret, model, pool, place, me)
         self._lost: SegueError | None = None
+        self._computed = computed
+        self._on_device = on_a_device(pool)
         #: the leader numbers the steps that send chunks in this order, too
         self._steps = 0
         self._sends = False
@@ -190,13 +202,13 @@ class RankSide:
         """See `WorkerSide.begin_step`."""
         if self._lost is not None:
             raise self._lost
-        self._sends = sends_chunks(orders)
+        self._sends = sends_chunks(orders, self._on_device)
         self._steps += self._sends
 
     def end_forward(self) -> None:
         """See `WorkerSide.end_forward`."""
         if self._sends:
-            self._worker.signal(self._steps)
+            self._worker.signal(self._steps, self._computed and self._computed())
             self._sends = False
 
     def take_results(self) -> StepResults:
@@ -215,9 +227,15 @@ class RankSide:
         self._lost = error
 
 
-def sends_chunks(orders: Iterable[Order]) -> bool:
-    """Whether KV leaves when the forward of this step has ended: each rank says so, by the step's number."""
-    return any(isinstance(order, SendOrder) and not order.ready for order in orders)
+def on_a_device(pool: CachePool) -> bool:
+    """Whether the KV lies in the memory of a device."""
+    return any(region.kind is MemoryKind.DEVICE for region in pool.memory.regions)
+
+
+def sends_chunks(orders: Iterable[Order], on_device: bool) -> bool:
+    """Whether KV leaves when the forward of this step has ended: each rank says so, by the step's number. A
+    device may still compute the KV of steps before this one."""
+    return any(isinstance(order, SendOrder) and (on_device or not order.ready) for order in orders)
 
 
 def cpus_of_parent(cpus: Sequence[int]) -> AbstractContextManager[None]:

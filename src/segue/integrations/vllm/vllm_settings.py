@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from segue.integrations.device_memory import DeviceMemory, device_refusal
 from segue.kv import ChecksumMode, ConfigError, Role
 
 #: Methods of speculative decoding that keep no KV beside the model's.
@@ -50,6 +51,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     cpus: list[int] = []
     #: sessions, checksums and transports in a process of their own; the KV cache is a memfd then
     agent: bool = False
+    #: KV in the memory of a GPU: never run on one
+    device_memory: DeviceMemory = ""
     #: the port of `GET /query` on prefill; 0: none
     query_port: int = 0
     #: names, addresses and networks (CIDR) of prefill hosts that decode may contact without a signature
@@ -113,12 +116,15 @@ def check_engine(facts: EngineFacts, settings: ConnectorSettings) -> Role:
         )
     if facts.kv_role not in ("kv_producer", "kv_consumer"):
         raise ConfigError(f"kv_role must be kv_producer or kv_consumer, not {facts.kv_role!r}")
+    device = device_refusal(
+        facts.device, settings.device_memory, 'device_memory "unverified" in kv_connector_extra_config'
+    )
     refused = [
+        (bool(device), device),
         (
             facts.kv_dtype not in PLAIN_DTYPES,
             f"--kv-cache-dtype {facts.kv_dtype}: its scales are not in the KV",
         ),
-        (facts.device != "cpu", f"the device {facts.device}: it was written for and run on CPUs alone"),
         (facts.kv_cache_groups != 1, f"{facts.kv_cache_groups} KV cache groups (hybrid models)"),
         (facts.pipeline_stages != 1, f"--pipeline-parallel-size {facts.pipeline_stages}"),
         (
@@ -140,6 +146,7 @@ def check_engine(facts: EngineFacts, settings: ConnectorSettings) -> Role:
             settings.agent and facts.tensor_ranks != 1,
             f"agent with --tensor-parallel-size {facts.tensor_ranks}",
         ),
+        (settings.agent and facts.device != "cpu", "agent with the memory of a GPU"),
     ]
     for wrong, what in refused:
         if wrong:

@@ -30,9 +30,11 @@ from segue.integrations.vllm.vllm_orders import (
 )
 from segue.integrations.vllm.vllm_query import RankDirectory, announce, serve_query, session_port
 from segue.integrations.vllm.vllm_rank import (
+    Computed,
     StepResults,
     WorkerPlace,
     cpus_of_parent,
+    on_a_device,
     sends_chunks,
     worker_config,
 )
@@ -105,7 +107,8 @@ class WorkerSide:
     """The hand-offs of one vLLM engine, in its worker of rank 0. `model` is the model's identity, which both
     sides must share. `place` are the worker's numbers, and `others` the other ranks' workers; `me` and
     `others` are those of `lead`. With `settings.agent` the manager runs in a process of its own, which maps
-    the pool. `clock` and `make_manager` are for the simulator.
+    the pool. `computed` is for a `pool` whose device computes behind its host. `clock` and `make_manager` are
+    for the simulator.
 
     Raises ConfigError for settings or a `pool` that do not work here.
     """
@@ -120,12 +123,15 @@ class WorkerSide:
         place: WorkerPlace = _ALONE,
         me: LeaderId | None = None,
         others: Sequence[Rank] = (),
+        computed: Computed | None = None,
         *,
         clock: Clock | None = None,
         make_manager: Callable[..., KVManager | KVAgent] = KVManager,
     ) -> None:
         self._clock = clock or MonotonicClock()
         self._unit = pool.unit_tokens
+        self._computed = computed
+        self._on_device = on_a_device(pool)
         self._lock = threading.Lock()
         self._halves: dict[int, _WorkerHandoff] = {}
         self._by_key: dict[RoomKey, _WorkerHandoff] = {}
@@ -171,16 +177,17 @@ class WorkerSide:
             self._forward.end(TransferFailed("the forward that computes a chunk has not ended"))
             self._forward = None
         orders = list(orders)
-        if sends_chunks(orders):
+        if sends_chunks(orders, self._on_device):
             self._forward = self._manager.ready()
         for order in orders:
             self._carry_out(order)
 
     def end_forward(self) -> None:
-        """The KV of the step is complete in memory: its chunks leave."""
+        """The KV of the step is complete in memory, or will be when the device has computed it: its chunks
+        leave then."""
         forward, self._forward = self._forward, None
         if forward is not None:
-            forward.signal()
+            forward.signal(self._computed and self._computed())
 
     def take_results(self) -> StepResults:
         """Requests and hand-offs that have ended since the last call."""
@@ -240,7 +247,7 @@ class WorkerSide:
         # A unit that is not full yet goes with a later chunk.
         end = self._units(order.end) if order.last else order.end // self._unit
         if end > half.sent:
-            ready = None if order.ready else self._forward
+            ready = None if order.ready and not self._on_device else self._forward
             half.handle.send(Span(half.sent, end), order.blocks, b"" if order.last else None, ready=ready)
             half.sent = end
 
