@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -453,3 +454,54 @@ def test_the_lost_session_of_the_rank_that_sent_it_on_changes_nothing() -> None:
     assert changes(d.tell(events.PeerDown(rank(1), LEFT))) == []
     d.fence()
     assert d.goes_to() == [3]
+
+
+def stranger(number: int) -> LeaderId:
+    """A leader that no registry lists and that has no session."""
+    return LeaderId(Incarnation(f"{number:032x}"))
+
+
+def declines(d: Decode, leader: LeaderId, number: int) -> None:
+    d.tell(events.DeclineRoom(RoomKey(number), leader, LEFT))
+
+
+def opens_and_leaves(d: Decode, leader: LeaderId, number: int) -> None:
+    key = RoomKey(number)
+    d.tell(events.OpenReceiver(key=key, prefill=leader, prompt_tokens=PROMPT, deadline=30.0))
+    d.tell(events.EndRoom(key, LEFT))
+
+
+@pytest.mark.parametrize("asks", [declines, opens_and_leaves])
+def test_requests_for_made_up_leaders_displace_no_word_to_a_listed_one(
+    asks: Callable[[Decode, LeaderId, int], None],
+) -> None:
+    d = Decode(limits=Limits(max_transfers=8), up=False)
+    d.instances(PLAIN)
+    for number in range(1, 5):
+        declines(d, rank(1), number)
+    for number in range(1000, 1100):
+        asks(d, stranger(number), number)
+    assert d.exchange.sizes()["ended"] == 8
+    told = d.tell(events.PeerUp(rank(1), plan_pair([SPEC], [SPEC])))
+    assert [e.message.transfer.room for e in told if isinstance(e, events.Send)] == [1, 2, 3, 4]
+
+
+def test_a_leader_that_the_registry_has_not_named_yet_is_told_when_it_comes() -> None:
+    d = Decode(up=False)
+    for number in range(1000, 1003):
+        declines(d, stranger(number), number)
+    told = d.tell(events.PeerUp(stranger(1001), plan_pair([SPEC], [SPEC])))
+    assert [e.message.transfer.room for e in told if isinstance(e, events.Send)] == [1001]
+
+
+def test_hand_offs_of_a_session_that_was_lost_are_no_strangers_words() -> None:
+    """Its pages were published: what it is told after an unlisted flood still names this hand-off."""
+    d = Decode(limits=Limits(max_transfers=8))
+    d.open(dp_rank=1)
+    d.publish()
+    d.tell(events.PeerDown(rank(1), LEFT))
+    d.fence()
+    for number in range(1000, 1100):
+        declines(d, stranger(number), number)
+    told = d.tell(events.PeerUp(rank(1), plan_pair([SPEC], [SPEC])))
+    assert [e.message.transfer for e in told if isinstance(e, events.Send)] == [on(1)]

@@ -63,6 +63,7 @@ from segue.kv.protocol.room_ranks import (
 
 LEFT = AbortedByClient("the client left").info
 BROKE = TransferFailed("it broke").info
+FULL = OutOfCapacity("others need the pages").info
 
 
 def bound(**options: Any) -> Bench:
@@ -471,6 +472,59 @@ def test_rule_4_what_is_not_sent_whole_cannot_have_committed_and_is_not_asked() 
     b.land()  # the metadata is missing
     effects = b.hear(destination(1, ONE, replaces=0))
     assert "Accepted" in words(effects)
+
+
+def lost_in_doubt(**options: Any) -> Bench:
+    """`ONE` replaces its own attempt in doubt, loses its session and does not come back."""
+    b = all_sent(**options)
+    assert words(b.hear(destination(1, replaces=0))) == ["Failed"]
+    b.down(ONE)
+    b.fence()
+    return b
+
+
+def test_rule_4_a_room_that_is_not_retained_ends_with_the_last_that_waits_for_the_answer() -> None:
+    b = lost_in_doubt()
+    assert (b.phase(), b.error().code) == (KVPoll.FAILED, ErrorCode.PEER_LOST)
+    assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize("leaves", ["its session", "it gives up", "its deadline"])
+def test_rule_4_a_room_whose_binding_was_lost_in_doubt_ends_when_the_other_decode_leaves(
+    leaves: str,
+) -> None:
+    b = doubted()
+    b.down(ONE)
+    b.fence()
+    assert not b.phase().terminal
+    if leaves == "its session":
+        b.down(TWO)
+    elif leaves == "it gives up":
+        assert words(b.hear(Abort(transfer(1, TWO))), TWO) == ["Drained"]
+    else:
+        b.at(Limits().early_wait_s)
+    assert (b.phase(), b.releases) == (KVPoll.FAILED, {ROOM: 1})
+
+
+def test_rule_4_a_retained_room_in_doubt_is_evicted_if_nobody_waits_for_the_answer() -> None:
+    b = lost_in_doubt(decode=ONE, retain_s=0.0)
+    b.at(0.5)
+    assert b.end(FULL, unbound_s=1.0) == [], "a decode has had it half a second ago"
+    b.at(1.0)
+    b.end(FULL, unbound_s=1.0)
+    assert (b.phase(), b.error().code) == (KVPoll.FAILED, ErrorCode.OUT_OF_CAPACITY)
+    assert b.releases == {ROOM: 1}
+    assert words(b.up(ONE)) == ["Failed"], "of the attempt in doubt"
+    assert b.hear(Committed(transfer())) == [], "too late"
+
+
+def test_rule_4_a_room_in_doubt_is_not_evicted_while_a_decode_waits_for_the_answer() -> None:
+    b = doubted(retain_s=30.0)
+    b.down(ONE)
+    b.fence()
+    assert b.end(FULL, unbound_s=0.0) == []
+    b.up(ONE)
+    assert words(b.hear(Gone(transfer())), TWO) == ["Accepted", "Metadata"]
 
 
 # ---- the placer has given the room to another decode leader --------------------------------------

@@ -118,7 +118,7 @@ class Exchange:
         )
         self._turn = Turn()
         books = (self._deadlines, self._turn)
-        self._tombstones = Tombstones(self.local, self._deadlines, self.counters, self._turn)
+        self._tombstones = Tombstones(self.local, self._deadlines, self.counters, self._turn, self._known)
         self.rooms = Rooms(self, self.local, self._deadlines, self.counters, self._turn, self._tombstones)
         self._receptions = Receptions(self, self.local, *books, self._tombstones)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -288,6 +288,13 @@ class Exchange:
     def linked(self, peer: LeaderId) -> bool:
         """Whether the session to this leader is up."""
         return peer in self.links
+
+    def _known(self, peer: LeaderId) -> bool:
+        """Whether a client cannot have made up this leader. Prefill learns decodes from its placer or from
+        their sessions."""
+        return (
+            self.local.role is Role.PREFILL or self.linked(peer) or self._receptions.lists(peer.incarnation)
+        )
 
     def new_epoch(self) -> int:
         """A number that this leader has never used for writes to it."""

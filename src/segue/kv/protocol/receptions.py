@@ -353,6 +353,10 @@ class Receptions:
         if open_rank and not reception.moved and instance and effect.dp_rank in instance.ranks:
             reception.moving_to = effect.dp_rank
 
+    def lists(self, prefill: Incarnation) -> bool:
+        """Whether the registry names this prefill instance."""
+        return prefill in self._instances
+
     def sizes(self) -> dict[str, int]:
         """Receivers, and how many of them have no hand-off (yet). Any thread may ask."""
         receptions = list(self.receptions.values())

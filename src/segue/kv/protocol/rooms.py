@@ -8,7 +8,8 @@ destination that fails a check leaves the room open, and gets `Failed` and `Gone
 - A room has one live binding. Another destination is refused (retryable) unless it replaces the live attempt;
   the same decode leader, or the placer of the request (`AllowReplacement`), says so.
 - A replaced attempt that may have committed is asked first (`Room.doubt`): `Committed` wins; after `Failed`,
-  `Abort`, `Gone` or its proven death the other one binds. A lost session is no answer.
+  `Abort`, `Gone` or its proven death the other one binds. A lost session is no answer. If no
+  destination waits for the answer any more, the room ends, or if it is retained may be evicted.
 - The room keeps what its engine sent and gives it to each binding (`_replay`): all spans with the newest
   pages, and the metadata.
 - Without `retain_s` the room ends with its first binding. Otherwise it outlives failures, fewer than
@@ -370,7 +371,7 @@ class Rooms:
             return
         if event.unbound_s is not None:
             since = self._turn.now - room.unbound_at
-            if room.machine or room.doubt or room.success or since < event.unbound_s:
+            if room.machine or self._answer_awaited(room) or room.success or since < event.unbound_s:
                 return
         room.ending = True
         machine = room.machine
@@ -609,7 +610,7 @@ class Rooms:
         transfer = word.message.transfer
         room = self.rooms[transfer.sent_as]
         self._unpark(room.declined, transfer)
-        self._forget_if_empty(room)
+        self._left(room)
         return True
 
     def _no_place(self, peer: LeaderId, more_pages: int) -> str:
@@ -659,7 +660,7 @@ class Rooms:
         parked = self._unpark(room.parked, transfer)
         if parked is not None:
             self._tombstones.add_unopened(transfer, error, ended_by_peer=True, until=parked.timer.at)
-            self._forget_if_empty(room)
+            self._left(room)
         return parked is not None
 
     def _parked_late(self, message: Destination | Declined) -> None:
@@ -674,14 +675,27 @@ class Rooms:
                 late: SegueError = BootstrapTimeout(text)
             else:
                 late = DeadlineExceeded(f"another attempt has room {room.key.room}, and did not end in time")
-                if room.doubt is not None and message.replaces == room.doubt.attempt:
-                    room.doubt = None  # else another one waits for the answer
             self._refuse(transfer.decode, transfer, late.info)
-        self._forget_if_empty(room)
+        self._left(room)
 
-    def _forget_if_empty(self, room: Room) -> None:
+    def _left(self, room: Room) -> None:
+        """A message does not wait any more. A parked room without another one is forgotten; a room that is
+        not retained ends if it was open for that one alone."""
         if room.state is _S.PARKED and not room.parked and not room.declined:
             self._forget(room)
+        elif (
+            room.state is _S.EXPECTED
+            and room.doubt is not None
+            and room.opened.retain_s is None
+            and not self._answer_awaited(room)
+        ):
+            self._close(room, room.error, tell=False)
+
+    @staticmethod
+    def _answer_awaited(room: Room) -> bool:
+        """Whether a destination waits for the answer of the attempt in doubt."""
+        doubt = room.doubt
+        return doubt is not None and any(p.message.replaces == doubt.attempt for p in room.parked.values())
 
     # ---- binding ---------------------------------------------------------------------------------
 
@@ -761,7 +775,7 @@ class Rooms:
         if transfer not in self._tombstones.ended:
             self._refuse(transfer.decode, transfer, event.error)
         if room is not None:
-            self._forget_if_empty(room)
+            self._left(room)
 
     def _refuse(self, peer: LeaderId, transfer: TransferId, error: ErrorInfo) -> None:
         """A destination that binds nothing. The tombstone comes first: `Gone` is a proof only with it."""
@@ -866,7 +880,8 @@ class Rooms:
         replaced = any(self._may_replace(room, transfer, waiting) for waiting in room.parked.values())
         retained = room.opened.retain_s is not None
         over = over or (retained and room.opened.decode is not None and not error.retryable)
-        if room.ending or over or spent or not (retained or replaced or room.doubt):
+        awaited = replaced or self._answer_awaited(room)
+        if room.ending or over or spent or not (retained or awaited):
             self._close(room, error, tell=False)
             return
         room.state, room.failed, room.unbound_at = _S.EXPECTED, transfer, self._turn.now
@@ -895,7 +910,8 @@ class Rooms:
         for parked in list(self._parked_of.get(event.peer, ())):
             transfer = parked.message.transfer
             error = self._tombstones.record(event.error, transfer.room, event.peer)
-            self._void(self.rooms[transfer.sent_as], transfer, error)
+            if (room := self.rooms.get(transfer.sent_as)) is not None:  # else one before it has closed it
+                self._void(room, transfer, error)
         for room in list(self.rooms.values()):
             if room.doubt is not None:
                 if room.doubt.decode == event.peer and event.dead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from segue.kv.errors import ErrorInfo, TransferFailed
@@ -19,7 +20,8 @@ _UNANSWERED = frozenset({Gone, Drained, Committed, Declined})
 @dataclass(slots=True)
 class Tombstone:
     """`opened`: this side had a machine for it. `ended_by_peer`: the peer need not be told of the end.
-    `declined`, on decode: it is told so with this claim, for its room was not placed for us."""
+    `declined`, on decode: it is told so with this claim, for its room was not placed for us. `share`: its
+    entry in the table by peer."""
 
     phase: KVPoll
     error: ErrorInfo | None
@@ -27,22 +29,30 @@ class Tombstone:
     opened: bool
     ended_by_peer: bool
     declined: bytes | None = None
+    share: LeaderId | None = None
 
 
 class Tombstones:
     """At most `limits.max_transfers` hand-offs that are over, each until its deadline and for at least
-    `limits.peer_silence_s`. `deadlines`, `counters` and `turn` are the exchange's own."""
+    `limits.peer_silence_s`. `deadlines`, `counters` and `turn` are the exchange's own; `known` says whether a
+    leader has a session or is in the registry."""
 
     def __init__(
-        self, local: LocalLeader, deadlines: Deadlines, counters: dict[str, int], turn: Turn
+        self,
+        local: LocalLeader,
+        deadlines: Deadlines,
+        counters: dict[str, int],
+        turn: Turn,
+        known: Callable[[LeaderId], bool],
     ) -> None:
         self._local = local
         self._turn = turn
         self._deadlines = deadlines
         self._counters = counters
+        self._known = known
         self.ended: dict[TransferId, Tombstone] = {}
-        #: the same by peer, the oldest first
-        self._of: dict[LeaderId, dict[TransferId, None]] = {}
+        #: the same by peer, the oldest first; all unknown leaders share one entry
+        self._of: dict[LeaderId | None, dict[TransferId, None]] = {}
 
     def received(self, event: Received) -> None:
         """A legal message of a peer whose session is up, for a hand-off without a machine."""
@@ -64,7 +74,8 @@ class Tombstones:
     def peer_up(self, peer: LeaderId) -> None:
         """A failure while there was no session must not stay one-way: the peer's half may be waiting,
         or still to come."""
-        for transfer in self._of.get(peer, ()):
+        unknown = (transfer for transfer in self._of.get(None, ()) if self._peer_of(transfer) == peer)
+        for transfer in [*self._of.get(peer, ()), *unknown]:
             ended = self.ended[transfer]
             if ended.error is None or ended.ended_by_peer:
                 continue
@@ -89,7 +100,8 @@ class Tombstones:
     def add_tombstone(self, machine: Machine) -> None:
         """Remember a machine that has ended."""
         about = (machine.phase, machine.error, machine.timer, True, machine.ended_by_peer)
-        self._add(machine.transfer, Tombstone(*about, machine.declined), machine.deadline)
+        met = machine.transport != ""  # chosen when a session was there
+        self._add(machine.transfer, Tombstone(*about, machine.declined), machine.deadline, met=met)
 
     def add_unopened(
         self,
@@ -107,19 +119,22 @@ class Tombstones:
         tombstone = Tombstone(KVPoll.FAILED, error, timer, False, ended_by_peer, declined)
         self._add(transfer, tombstone, until)
 
-    def _add(self, transfer: TransferId, tombstone: Tombstone, until: float) -> None:
+    def _add(self, transfer: TransferId, tombstone: Tombstone, until: float, *, met: bool = False) -> None:
         """Leave a tombstone until the transfer's deadline, and long enough that what is still under way
         meets it. When there are too many, the oldest goes of the peer that has most: one peer's words cannot
-        displace the tombstones of the others."""
+        displace the tombstones of the others. Leaders that are unknown and were not `met` count as one peer:
+        clients can make up any number."""
         until = max(until, self._turn.now + self._local.limits.peer_silence_s)
         self._deadlines.cancel(tombstone.timer)
         tombstone.timer = DeadlineEntry(until, lambda _: self._expired(transfer))
         self._deadlines.add(tombstone.timer)
         self._expired(transfer)
+        peer = self._peer_of(transfer)
+        tombstone.share = peer if met or self._known(peer) else None
         self.ended[transfer] = tombstone
-        self._of.setdefault(self._peer_of(transfer), {})[transfer] = None
+        self._of.setdefault(tombstone.share, {})[transfer] = None
         if len(self.ended) > self._local.limits.max_transfers:
-            most = max(self._of, key=lambda peer: len(self._of[peer]))
+            most = max(self._of, key=lambda share: len(self._of[share]))
             self._expired(next(iter(self._of[most])))
 
     def _peer_of(self, transfer: TransferId) -> LeaderId:
@@ -128,7 +143,6 @@ class Tombstones:
     def _expired(self, transfer: TransferId) -> None:
         if (ended := self.ended.pop(transfer, None)) is not None:
             self._deadlines.cancel(ended.timer)
-            peer = self._peer_of(transfer)
-            del self._of[peer][transfer]
-            if not self._of[peer]:
-                del self._of[peer]
+            del self._of[ended.share][transfer]
+            if not self._of[ended.share]:
+                del self._of[ended.share]

@@ -23,6 +23,7 @@ from segue.kv.protocol.messages import (
     Drained,
     Failed,
     Gone,
+    Metadata,
     Moved,
 )
 from segue.lab.sim.node_views import KVView
@@ -31,7 +32,7 @@ from segue.lab.sim.sim_state import SimState
 from segue.lab.sim.world import Violation
 
 RULES: dict[int, tuple[str, ...]] = {
-    1: ("nobody came", "replayed"),
+    1: ("nobody came", "replayed", "metadata replayed"),
     2: ("another claim refused", "bound after another claim"),
     3: ("refused beside a binding", "replaced", "permitted by the placer"),
     4: ("asked in doubt", "committed first", "replaced after its answer"),
@@ -69,6 +70,9 @@ class Ledger:
     failures: int = 0
     commits: int = 0
     wrong: int = 0
+    #: the number of tokens whose KV the engine has given, and whether it has given its metadata
+    tokens: int = 0
+    metadata: bool = False
     #: asked whether it has committed, and which attempt waits for that
     doubt: TransferId | None = None
     permits: set[tuple[int, int, LeaderId]] = field(default_factory=set)
@@ -173,6 +177,10 @@ class RoomChecks:
             self._comes(node, message)
         elif isinstance(message, _ENDS):
             self._waiting.get((node.me, message.transfer.sent_as), {}).pop(message.transfer, None)
+        elif isinstance(event, events.SendChunk) and before is not None:
+            before.tokens = event.span.end if event.layers is None else before.tokens
+        elif isinstance(event, events.SendMetadata) and before is not None:
+            before.metadata = True
         elif isinstance(event, events.AllowReplacement) and before is not None:
             if event.ended:
                 before.expected = replace(before.expected, decode=event.decode, attempt=event.by)
@@ -186,6 +194,9 @@ class RoomChecks:
             self._commits_late(node, message.transfer, before)
         for effect in effects:
             self._look(node, event, effect)
+        for effect in effects:
+            if isinstance(effect, events.Send) and isinstance(effect.message, Accepted):
+                self._replayed(node, effect.message.transfer, effects)
         if message is not None:
             self._after(node, message, effects, before, was_closed=was_closed, live=live)
         elif isinstance(event, events.EndRoom) and before is not None and not was_closed:
@@ -315,6 +326,24 @@ class RoomChecks:
         ledger.live, ledger.sent = transfer, False
         ledger.bindings += 1
         ledger.machines.add(transfer)
+
+    def _replayed(self, node: KVView, transfer: TransferId, effects: Sequence[Any]) -> None:
+        """1: a binding gets what the engine gave before, if it has not ended at once."""
+        ledger, prefix = self._rooms[node.me, transfer.sent_as], self._heard[transfer].prefix_tokens
+        if ledger.live != transfer:
+            return
+        sent = {
+            type(e.message) for e in effects if isinstance(e, events.Send) and e.message.transfer == transfer
+        }
+        posted = any(isinstance(e, events.PostWrite) and e.transfer == transfer for e in effects)
+        if ledger.metadata and Metadata not in sent:
+            raise self._broken(1, node, f"{transfer} binds, and is not given the metadata", transfer.room)
+        if ledger.tokens > prefix and not posted:
+            raise self._broken(
+                1, node, f"{transfer} binds, and is not given {ledger.tokens} tokens", transfer.room
+            )
+        if ledger.bindings > 1 and ledger.metadata:
+            self._count(1, "metadata replayed")
 
     def _proof(self, node: KVView, message: Gone | Moved | Drained) -> None:
         """5: nothing is written, and nothing will be."""
@@ -493,7 +522,9 @@ class RoomChecks:
         """9: only pages that nobody has a binding for are taken back."""
         if event.unbound_s is None:
             return
-        if ledger.live is not None or ledger.doubt is not None or ledger.commits:
+        waiting, doubt = self._waiting.get((node.me, event.key), {}).values(), ledger.doubt
+        awaited = doubt is not None and any(m.replaces == doubt.attempt for m in waiting)
+        if ledger.live is not None or awaited or ledger.commits:
             self._count(9, "bound and not evicted")
             if effects:
                 raise self._broken(9, node, f"room {event.key} was bound, and is evicted", event.key.room)
