@@ -16,7 +16,7 @@ from vllm_bench import TO_PREFILL, request
 from vllm_doubles import ConnectorWorker, KVConnectorRole, connector_engine, kv_cache_config, vllm_config
 from vllm_doubles import install as install_vllm
 from vllm_model import ModelEngine, ModelPool
-from vllm_pair import BLOCKS, expected, run_step
+from vllm_pair import BLOCKS, expected, make_caches, run_step
 
 from ports import HeldPort
 from segue.integrations.vllm.vllm_params import engine_id
@@ -206,6 +206,14 @@ def test_calls_that_vllm_must_make_first(module: Any) -> None:
     assert made.sizes()["pinned"] == 0
     made.set_xfer_handshake_metadata({0: object()})
     assert not module.SegueConnector.supports_sleep_mode(None)
+
+
+def test_several_ranks_within_a_multi_connector_are_refused(module: Any) -> None:
+    ranks = module.get_tp_group()
+    ranks.world_size = 2
+    made = module.SegueConnector(vllm_config("kv_producer"), KVConnectorRole.WORKER, kv_cache_config())
+    with pytest.raises(ConfigError, match="MultiConnector with --tensor-parallel-size"):
+        made.register_kv_caches(make_caches()[0])
 
 
 def test_metadata_of_another_connector_is_a_bug(stack: ExitStack, module: Any) -> None:
