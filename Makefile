@@ -13,6 +13,7 @@ ROUTERS := $(VENV)/routers
 OLDEST := $(VENV)-oldest
 VLLM := $(VENV)-vllm
 SGLANG := $(VENV)-sglang
+RAY := $(VENV)-ray
 VLLM_VERSION := 0.32.0
 
 # Tests use one thread per process and never ask a model hub; this many processes run them at once. Those that
@@ -22,7 +23,7 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup transports routers serve test test-slow test-oldest test-vllm test-sglang soak mutants sabotage bench fmt clean
+.PHONY: help setup transports routers serve test test-slow test-oldest test-vllm test-sglang test-ray soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -109,6 +110,19 @@ test-sglang: $(SGLANG)/.segue-setup routers ## the transfer backend in real SGLa
 	@$(TEST_ENV) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=tests/sglang_engines/absent \
 		$(SGLANG)/bin/python -m pytest -n 0 -m sglang -W default --timeout=600 tests/sglang_engines $(ARGS)
 
+# Ray in an environment of its own; segue and what it needs are those of $(VENV).
+$(RAY)/.segue-setup: pyproject.toml | $(STAMP)
+	@test -x $(RAY)/bin/python || $(BIN)/python -m venv $(RAY)
+	@echo "ray: the environment $(RAY) (0.4 GiB on disk)"
+	@$(RAY)/bin/python -m pip install $(QUIET) "ray[serve]==2.60.0"
+	@cd $(RAY)/lib/python3*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages > segue.pth
+	@$(RAY)/bin/python -m pip install $(QUIET) --no-deps -e .
+	@touch $@
+
+test-ray: $(RAY)/.segue-setup ## segue on Ray Serve, on a cluster of several raylets on this machine
+	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default --timeout=900 -m ray tests/ray_cluster $(ARGS)
+	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default tests/integrations/ray
+
 soak: transports ## the long tests that the other two leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
 
@@ -126,5 +140,5 @@ fmt: setup ## format and sort imports
 	@$(BIN)/ruff format --quiet .
 
 clean: ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SGLANG) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SGLANG) $(RAY) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -445,7 +445,7 @@ def test_every_setting_of_an_instance_reaches_what_runs_it(
     def run_instance(now: InstanceConfig, *, on_ready: Any, supervised: bool) -> int:
         assert supervised is ends.supervised
         ran.append(now)
-        on_ready(dataclasses.replace(now, role=Role.PREFILL), "tcp://here")  # it was switched
+        on_ready(dataclasses.replace(now, role=Role.PREFILL), "tcp://here", "http://door")  # it was switched
         return 3
 
     def serve_ranks(now: InstanceConfig, lifeline: object) -> int:
@@ -473,7 +473,7 @@ def test_every_setting_of_an_instance_reaches_what_runs_it(
     assert now.engine.kv_gib == config.kv_bytes(HOST, SIZE) / 2**30 == 1.0 / dp
     if dp == 1 and supervised:
         [report] = ends.reports
-        assert (report.url, report.role) == ("tcp://here", Role.PREFILL)
+        assert (report.url, report.role, report.door) == ("tcp://here", Role.PREFILL, "http://door")
         assert started.order.count("log ''") == 1, "its supervisor names it"
     elif dp == 1:
         assert capsys.readouterr().out == "ready tcp://here\n"

@@ -212,10 +212,10 @@ def instance(args: argparse.Namespace) -> int:
                 return serve_ranks(found, lifeline)
             from segue.server.instance.role_lifecycle import run_instance
 
-            def serving(now: InstanceConfig, url: str) -> None:
+            def serving(now: InstanceConfig, url: str, door: str) -> None:
                 if not lifeline.supervised:
                     logs.configure(now.log.log_level, now.label)  # it may have been switched
-                report_ready(lifeline, now.label, url, now.role)
+                report_ready(lifeline, now.label, url, now.role, door)
 
             return run_instance(found, on_ready=serving, supervised=lifeline.supervised)
 
@@ -316,11 +316,12 @@ def report_ready(
     label: str,
     url: str,
     role: Role | None = None,
+    door: str = "",
     say: Callable[[str], None] | None = None,
 ) -> None:
     """Tell the supervisor, or the person who started this process by hand."""
     if lifeline.supervised:
-        lifeline.report(Ready(url, role))
+        lifeline.report(Ready(url, role, door))
     elif say is not None:
         say(f"ready {url or label}")
     else:

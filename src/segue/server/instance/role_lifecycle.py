@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from segue.engine.models.progress import step
 from segue.kv import LeaderId, successor
+from segue.kv.session import url_of
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.instance import Instance
 from segue.server.instance.rank_process import SWITCH_INTERVAL_S
@@ -78,14 +79,14 @@ class RoleLifecycle:
 
 
 def run_instance(
-    config: InstanceConfig, *, on_ready: Callable[[InstanceConfig, str], None], supervised: bool = False
+    config: InstanceConfig, *, on_ready: Callable[[InstanceConfig, str, str], None], supervised: bool = False
 ) -> int:
     """Load the model, serve until a signal, drain; the exit status. `config` names a registry that was there.
 
     The first SIGINT or SIGTERM drains. The second ends the process at once, unless it is `supervised`: a
     supervisor sends SIGKILL for that, and its SIGTERM may follow a service manager's. `on_ready` is called
-    with the instance's control address each time that it is registered, and the role is that of its
-    configuration.
+    with the instance's control address and the URL of its HTTP server ("": none) each time that it is
+    registered; the role is that of its configuration.
     """
     with frozen_imports(), step("imports", "modules=torch,transformers"):
         # Most of it is imported by transformers only while it loads a model: here it costs less.
@@ -118,7 +119,8 @@ def run_instance(
             log.info(
                 "no prefix is reused: this model keeps a state beside its KV, and nobody has copies of it"
             )
-        on_ready(instance.config, f"{host}:{port}")
+        door = "" if instance.http is None else url_of("http", *instance.http.address)
+        on_ready(instance.config, f"{host}:{port}", door)
         log.info("serving role=%s leader=%s address=%s:%d", role, instance.me, host, port)
 
     try:

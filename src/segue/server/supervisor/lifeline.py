@@ -27,10 +27,12 @@ MAX_REPORT_BYTES = 16 * 1024
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The child serves; `url` is where, if it has an address that matters to a person. `role` is as what, of
-    a child that can be switched, which says so each time."""
+    a child that can be switched, which says so each time. `door` is the URL of an instance's HTTP server, if
+    it has one."""
 
     url: str = ""
     role: Role | None = None
+    door: str = ""
 
 
 class CannotStart(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,133 @@
+"""segue on Ray Serve, on a cluster of several raylets: requests while actors, nodes and counts come and go.
+
+`make test-ray` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from ray_hosts import RayHosts, until
+from traffic import Ask, Result, asks, stream
+
+pytestmark = pytest.mark.ray
+
+COUNT = 1000
+CLIENTS = 6
+WITHIN_S = 240
+MODEL = "tiny"
+
+
+def busy(hosts: RayHosts) -> list[str]:
+    """Instances that do not answer, or hold a request or a page that nobody may use."""
+    found = []
+    for instance in hosts.listed():
+        load = (instance.get("sight") or {}).get("load")
+        if load is None or load["running"] or load["waiting"] or load["pages"].get("quarantined"):
+            found.append(f"{instance['instance']}: {load or instance.get('trouble')}")
+    return found
+
+
+async def load(url: str, work: list[Ask], done: Callable[[int], None]) -> list[Result]:
+    """Each of `work`, `CLIENTS` at a time; `done` is told how many have ended."""
+    queue = list(enumerate(work))
+    results: dict[int, Result] = {}
+
+    async def client() -> None:
+        while queue:
+            index, ask = queue.pop(0)
+            results[index] = await stream(url, MODEL, ask, within_s=WITHIN_S)
+            done(len(results))
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    return [results[index] for index in range(len(work))]
+
+
+def test_a_thousand_requests_while_a_node_an_actor_and_counts_change(hosts: RayHosts) -> None:
+    hosts.run(prefill={"replicas": 2}, decode={"replicas": 1})
+    distinct = [ask for ask in asks(7, 40, vocab=250, longest=60, max_tokens=12) if ask.seed is None]
+    expected = asyncio.run(load(hosts.url, distinct, lambda _: None))
+    assert [result.error for result in expected] == [""] * len(distinct)
+
+    steps: dict[int, tuple[str, Callable[[], object]]] = {
+        COUNT // 8: ("decode 1 -> 3", lambda: hosts.run(prefill={"replicas": 2}, decode={"replicas": 3})),
+        3 * COUNT // 8: ("kill a decode actor", lambda: hosts.actors("decode")[0].kill()),
+        4 * COUNT // 8: ("kill a prefill actor", lambda: hosts.actors("prefill")[0].kill()),
+        5 * COUNT // 8: ("remove a node", lambda: (hosts.add_node(), hosts.remove_node(hosts.nodes.pop(0)))),
+        7 * COUNT // 8: ("decode 3 -> 1", lambda: hosts.run(prefill={"replicas": 2}, decode={"replicas": 1})),
+    }
+    came: list[str] = []
+    failed: list[BaseException] = []
+    threads: list[threading.Thread] = []
+
+    def change(name: str, step: Callable[[], object]) -> None:
+        try:
+            step()
+            came.append(name)
+        except BaseException as error:
+            failed.append(error)
+
+    def done(count: int) -> None:
+        if count in steps:
+            threads.append(threading.Thread(target=change, args=steps[count], name=steps[count][0]))
+            threads[-1].start()
+
+    work = [distinct[i % len(distinct)] for i in range(COUNT)]
+    results = asyncio.run(load(hosts.url, work, done))
+    for thread in threads:
+        thread.join(300)
+    assert failed == []
+    assert len(came) == len(steps)
+    errors = [(i, r.error, r.text) for i, r in enumerate(results) if r.error]
+    assert errors == [], f"{len(errors)} of {COUNT} failed"
+    wrong = [i for i, result in enumerate(results) if result.tokens != expected[i % len(distinct)].tokens]
+    assert wrong == []
+    until(lambda: len(hosts.parts()) == 4, "two prefill, one decode and one frontend")
+    until(lambda: len(hosts.listed()) == 3, "the entries of those that left are gone")
+    until(lambda: busy(hosts) == [], "no request and no page is held")
+    print(f"{COUNT} requests, {came}: 0 failed, 0 wrong")  # noqa: T201  the record of `make test-ray`
+
+
+def test_a_stream_comes_in_pieces_and_ends_with_its_client(hosts: RayHosts) -> None:
+    hosts.run(prefill={"replicas": 2}, decode={"replicas": 1})
+    body: dict[str, Any] = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 3500, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{hosts.url}/v1/completions", json=body, timeout=WITHIN_S) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        assert json.loads(next(lines)[6:])["choices"]
+        assert json.loads(next(lines)[6:])["choices"]
+    until(lambda: busy(hosts) == [], "the request has ended with its client")
+
+
+def test_other_paths_and_errors_are_the_frontends(hosts: RayHosts) -> None:
+    models = httpx.get(f"{hosts.url}/v1/models", timeout=60).json()
+    assert [model["id"] for model in models["data"]] == [MODEL]
+    answer = httpx.post(f"{hosts.url}/v1/completions", json={"model": "other", "prompt": "x"}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_process_that_dies_is_replaced_by_a_new_incarnation(hosts: RayHosts) -> None:
+    before = {instance["instance"] for instance in hosts.listed()}
+    [decode] = [part for part in hosts.parts() if "decode" in part.cmdline()]
+    decode.kill()
+    until(lambda: len({row["instance"] for row in hosts.listed()} - before) == 1, "a new decode", 240)
+    result = asyncio.run(stream(hosts.url, MODEL, Ask((1, 2, 3), 4), within_s=WITHIN_S))
+    assert (result.error, len(result.tokens)) == ("", 4)
+
+
+def test_a_gang_of_a_pair_serves_and_leaves_nothing(hosts: RayHosts) -> None:
+    hosts.delete()
+    until(lambda: not hosts.parts(), "the end of the application")
+    hosts.run(pairs=1)
+    assert len(hosts.parts()) == 3
+    result = asyncio.run(stream(hosts.url, MODEL, Ask((1, 2, 3), 4), within_s=WITHIN_S))
+    assert (result.error, len(result.tokens)) == ("", 4)
+    hosts.delete()
+    until(lambda: not hosts.parts(), "the end of the application")
