@@ -157,7 +157,8 @@ class Prefill(_Rank, SchedulerDisaggregationPrefillMixin):
         super().__init__(ReqToTokenPool, mla)
         self.disagg_prefill_inflight_queue: list[Req] = []
         self.disagg_prefill_pending_chunk_rids: set[str] = set()
-        #: the KV of each request of a room
+        #: the KV of each request of a room, and of the newest one with these tokens
+        self.computed_of: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self.computed: dict[int, list[list[torch.Tensor]]] = {}
         self.disagg_prefill_bootstrap_queue = PrefillBootstrapQueue(
             self.pool,
@@ -194,6 +195,7 @@ class Prefill(_Rank, SchedulerDisaggregationPrefillMixin):
         req.extend_end = tokens
         for buffer in self.buffers:
             buffer[slots] = torch.randn_like(buffer[slots])
+        self.computed_of[tuple(req.origin_input_ids)] = self.kv(req, tokens)
         self.computed.setdefault(req.bootstrap_room, []).append(self.kv(req, tokens))
         req.output_ids.append(4711)
         self.disagg_prefill_inflight_queue.append(req)

@@ -21,7 +21,7 @@ from segue.engine.models.model_store import DEFAULT_MODEL, resolve_model
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 WORDS = ["the", "capital", "of", "France", "is", "Paris", "and", "a", "river", "flows", "through", "it"]
-WITHIN_S = 240.0
+WITHIN_S = 480.0
 
 
 def prompts(count: int = 50) -> list[str]:
@@ -35,7 +35,8 @@ def prompts(count: int = 50) -> list[str]:
 
 
 class Side:
-    """An engine. `probe`: the folder of `sglang_probe`. Each side waits `wait_s` for the other one."""
+    """An engine. `probe`: the folder of `sglang_probe`. Each side waits `wait_s` for the other one.
+    `retract_each`: it retracts a request each so many steps. `model` is a folder, else the default model."""
 
     def __init__(
         self,
@@ -45,6 +46,8 @@ class Side:
         log: Path,
         probe: Path | None = None,
         wait_s: int = 20,
+        retract_each: int = 0,
+        model: Path | None = None,
         **options: Any,
     ) -> None:
         env = {
@@ -56,13 +59,15 @@ class Side:
         }
         if probe is not None:
             env["SGLANG_PROBE"] = str(probe)
+        if retract_each:
+            env |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(retract_each)}
         ranks = options.get("tp_size", 1) * options.get("dp_size", 1)
         if ranks > 1:  # SGLang wants a NUMA node, or a list of cores, for each of them
             cores = sorted(os.sched_getaffinity(0))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
                 str(cores[rank % len(cores)]) for rank in range(ranks)
             )
-        model = resolve_model(DEFAULT_MODEL, progress=lambda *_: None)
+        model = model or resolve_model(DEFAULT_MODEL, progress=lambda *_: None)
         arguments = [mode, str(model), str(port), str(bootstrap), json.dumps(options)]
         with log.open("w") as file:
             self.process = subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,8 @@ from sglang_queues import PAGE, TOKENS, Decode, Prefill, publish_configuration, 
 from segue.engine.models.model_store import DEFAULT_MODEL, resolve_model
 from segue.integrations.sglang import sglang_plugin
 from segue.integrations.sglang.sglang_handoffs import ReceiverHalf, SenderHalf
-from segue.kv import new_room
+from segue.kv import TransferFailed, new_room
+from segue.kv.ranks.checksums import Digester
 
 pytestmark = [pytest.mark.sglang, pytest.mark.model]
 #: tables that remember ends until their deadline, peers, and the uses of rooms
@@ -77,7 +79,6 @@ def retract(req: Req, decode: Decode, *, backup: bool) -> None:
             hisparse_coordinator=None,
             offload_kv=backup,
         )
-    assert decode.at_rest()
 
 
 def at_rest(*ranks: Prefill | Decode) -> None:
@@ -168,6 +169,64 @@ def test_24772_a_failure_before_the_transfer_is_heard_by_both_sides(ranks: Ranks
     assert "ABORTED_BY_CLIENT" in prefill.ended[room]
     assert "ABORTED_BY_CLIENT" in decode.ended[room]
     assert got not in decode.waiting_queue
+    hand_over(prefill, decode)
+    at_rest(*ranks)
+
+
+def test_content_that_differs_on_decode_ends_the_request_on_both_sides(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, _, decode = ranks
+    checksum = Digester._checksum
+
+    def other_on_decode(self: Digester, effect: Any) -> int:
+        return checksum(self, effect) ^ (self._memory is decode.manager.handoffs.pool.memory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Digester, "_checksum", other_on_decode)
+        room = new_room()
+        prefill.add(request(room, 3 * PAGE))
+        req = decode.add(request(room, 3 * PAGE))
+        turns(lambda: room in prefill.ended and room in decode.ended, prefill, decode)
+    assert prefill.ended[room].endswith(decode.ended[room][-60:])
+    assert "CHECKSUM_MISMATCH" in decode.ended[room]
+    assert req not in decode.waiting_queue
+    hand_over(prefill, decode)
+    at_rest(*ranks)
+
+
+def test_a_failure_of_prefill_has_the_same_reason_on_both_sides(ranks: Ranks) -> None:
+    prefill, _, decode = ranks
+    room = new_room()
+    sent = prefill.add(request(room, 3 * PAGE))
+    decode.add(request(room, 3 * PAGE))
+    turns(lambda: bool(decode.disagg_decode_transfer_queue.queue), decode)
+    sent.disagg_kv_sender.half.fail(TransferFailed("ECC error on GPU 3"))
+    turns(lambda: room in prefill.ended and room in decode.ended, prefill, decode)
+    for side in (prefill, decode):
+        assert "TRANSFER_FAILED: ECC error on GPU 3" in side.ended[room]
+    at_rest(*ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("page_size", 2 * PAGE, "Page size mismatch"), ("attn_tp_size", 2, "prefill has --tp-size 1, decode 2")],
+)
+def test_a_prefill_that_does_not_fit_fails_requests_and_does_not_end_decode(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, value: int, text: str
+) -> None:
+    prefill, _, decode = ranks
+    room = new_room()
+    sent = prefill.add(request(room, PAGE))
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.manager.kv_args if name == "page_size" else decode.manager, name, value)
+        patch.setattr(decode.disagg_decode_prealloc_queue, "_ensure_retry_interval", 0.0)
+        decode.add(request(room, PAGE))
+        turns(lambda: room in decode.ended, decode)
+    assert "LAYOUT_MISMATCH" in decode.ended[room]
+    assert text in decode.ended[room]
+    sent.disagg_kv_sender.abort()  # nobody tells it: it would wait for its bootstrap timeout
+    turns(lambda: room in prefill.ended, prefill)
     hand_over(prefill, decode)
     at_rest(*ranks)
 
@@ -268,6 +327,7 @@ def test_a_retracted_request_comes_back_from_its_backup(ranks: Ranks) -> None:
     req = handed_over(prefill, decode)
     [computed] = prefill.computed[req.bootstrap_room]
     retract(req, decode, backup=True)
+    assert decode.at_rest()
     hand_over(prefill, decode)  # in the same pages
     decode.disagg_decode_prealloc_queue.add(req, is_retracted=True)
     turns(lambda: req in decode.waiting_queue, decode)
@@ -283,6 +343,7 @@ def test_a_retracted_request_is_computed_again_in_its_room(
     prefill, _, decode = ranks
     req = handed_over(prefill, decode)
     retract(req, decode, backup=False)
+    assert decode.at_rest()
     req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
     req.pd_rebootstrap_in_progress = True
     asked: list[dict[str, Any]] = []
@@ -299,6 +360,40 @@ def test_a_retracted_request_is_computed_again_in_its_room(
     assert not torch.equal(first[0], second[0])
     assert req.output_ids[-1] == 4711
     release_kv_cache(req, decode.tree_cache, checkpoint=False)
+    at_rest(*ranks)
+
+
+def test_samples_that_are_computed_again_get_their_own_kv(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples in one room with other tokens so far. SGLang asks prefill for them in any order."""
+    prefill, _, decode = ranks
+    room = new_room()
+    samples = []
+    for _ in range(3):
+        prefill.add(request(room, 40))
+        samples.append(decode.add(request(room, 40)))
+    turns(lambda: len(decode.waiting_queue) == 3 and prefill.at_rest(), prefill, decode)
+    decode.waiting_queue.clear()
+    for number, req in enumerate(samples):
+        req.output_ids.extend([100 + number, 4711])
+        retract(req, decode, backup=False)
+        req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+        req.pd_rebootstrap_in_progress = True
+    assert decode.at_rest()
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(decode.manager, "submit_prefill_recompute", lambda _, payload: asked.append(payload))
+    for req in samples:
+        decode.disagg_decode_prealloc_queue.add(req, is_rebootstrap=True)
+    turns(lambda: len(asked) == 3, decode)
+    for payload in asked[::-1]:
+        again = request(room, 0)
+        again.origin_input_ids = array("q", payload["input_ids"])
+        prefill.add(again)
+    turns(lambda: len(decode.waiting_queue) == 3 and prefill.at_rest(), prefill, decode)
+    for req, payload in zip(samples, asked, strict=True):
+        assert all(map(torch.equal, decode.kv(req, 42), prefill.computed_of[tuple(payload["input_ids"])]))
+        release_kv_cache(req, decode.tree_cache, checkpoint=False)
     at_rest(*ranks)
 
 
@@ -331,8 +426,6 @@ def test_24601_nothing_is_left_over_1000_rooms(ranks: Ranks) -> None:
             prefill.turn()
         waiting = decode.disagg_decode_transfer_queue.queue or decode.disagg_decode_prealloc_queue.queue
         halves = [sent.disagg_kv_sender, waiting[0].kv_receiver]
-        # Before decode knows prefill's rank, neither side can tell the other one.
-        for half in halves if moment == 0 else [halves[number // 2 % 2]]:
-            half.abort()
+        halves[number // 6 % 2].abort()
         turns(lambda room=room: room in prefill.ended and room in decode.ended, prefill, decode)
     at_rest(*ranks)

@@ -1,11 +1,14 @@
-"""Real SGLang engines on CPUs in other forms: tensor parallelism, overlap scheduling."""
+"""Real SGLang engines on CPUs in other forms: tensor and data parallelism, overlap scheduling, retraction."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from sglang_sides import Side, Sides, prompts, until
 
@@ -22,10 +25,15 @@ def sides(tmp_path: Path) -> Iterator[Sides]:
 
 
 def answers(
-    prefill: Side, decode: Side, asked: list[str], rooms: list[int], **more: dict[str, int]
+    prefill: Side,
+    decode: Side,
+    asked: list[str],
+    rooms: list[int],
+    at_prefill: dict[str, int] | None = None,
+    at_decode: dict[str, int] | None = None,
 ) -> list[dict[str, object]]:
-    """The answers of both legs; `more` are options of one leg's request by its name."""
-    legs = [(prefill, more.get("prefill", {})), (decode, more.get("decode", {}))]
+    """The answers of both legs, whose requests have more options."""
+    legs = [(prefill, at_prefill or {}), (decode, at_decode or {})]
     jobs = [(side, side.ask(asked, rooms, tokens=4, more=options)) for side, options in legs]
     return [side.answer(job) for side, job in jobs]
 
@@ -77,8 +85,15 @@ def test_overlap_scheduling_with_prompts_whose_prefix_prefill_has(sides: Sides) 
             assert digests(sides, room, "prefill") == digests(sides, room, "decode")
 
 
+def halves(sides: Sides, role: str) -> list[dict[str, Any]]:
+    """The halves of this role that succeeded, in their order."""
+    lines = map(json.loads, (sides.folder / "digests").read_text().splitlines())
+    return [line for line in lines if line["role"] == role]
+
+
 def test_two_dp_ranks_of_prefill(sides: Sides) -> None:
-    """Prefill spreads its requests by turns; decode asks its bootstrap server which rank has a room."""
+    """Prefill spreads its requests by turns; decode asks its bootstrap server which rank has a room. A hint
+    names the rank, and one that names the wrong rank ends the request on both sides."""
     spread = {"dp_size": 2, "load_balance_method": "round_robin"}
     prefill, decode = (
         sides.start(role, **OPTIONS, **(spread if role == "prefill" else {}))
@@ -91,5 +106,108 @@ def test_two_dp_ranks_of_prefill(sides: Sides) -> None:
     assert all("error" not in answer for answer in found), found
     for room in rooms:
         assert digests(sides, room, "prefill") == digests(sides, room, "decode")
-    lines = map(json.loads, (sides.folder / "digests").read_text().splitlines())
-    assert len({line["pid"] for line in lines if line["role"] == "prefill"}) == 2
+    assert len({half["pid"] for half in halves(sides, "prefill")}) == 2
+    hint = {"disagg_prefill_dp_rank": 1}
+    rooms = sides.rooms(4)
+    found = answers(prefill, decode, prompts()[6:10], rooms, hint | {"routed_dp_rank": 1}, hint)
+    assert all("error" not in answer for answer in found), found
+    for room in rooms:
+        assert digests(sides, room, "prefill") == digests(sides, room, "decode")
+    assert len({half["pid"] for half in halves(sides, "prefill") if half["room"] in rooms}) == 1
+    wrong = hint | {"routed_dp_rank": 0}
+    found = answers(prefill, decode, prompts()[10:11], sides.rooms(1), wrong, hint)
+    assert all("DP_RANK_CONFLICT" in str(answer.get("error")) for answer in found), found
+    found = answers(prefill, decode, prompts()[11:12], sides.rooms(1))
+    assert all("error" not in answer for answer in found), found
+    until(lambda: all(not tables["halves"] for tables in sides.sizes().values()))
+
+
+def test_two_dp_ranks_of_prefill_that_follow_the_room(sides: Sides) -> None:
+    """`follow_bootstrap_room`, SGLang's default: the room names the rank, and nobody is asked."""
+    prefill, decode = (
+        sides.start(role, **OPTIONS, **({"dp_size": 2} if role == "prefill" else {}))
+        for role in ("prefill", "decode")
+    )
+    for side in (prefill, decode):
+        side.answer()
+    rooms = [room & ~1 | number % 2 for number, room in enumerate(sides.rooms(6))]
+    found = answers(prefill, decode, prompts()[:6], rooms)
+    assert all("error" not in answer for answer in found), found
+    for room in rooms:
+        assert digests(sides, room, "prefill") == digests(sides, room, "decode")
+    of_rank = [
+        {half["pid"] for half in halves(sides, "prefill") if half["room"] % 2 == odd} for odd in (0, 1)
+    ]
+    assert [len(pids) for pids in of_rank] == [1, 1]
+    assert of_rank[0] != of_rank[1]
+
+
+def test_retracted_requests_go_on_from_their_backup(sides: Sides) -> None:
+    """Decode takes the memory of one request each fourth step, and copies its KV back later."""
+    prefill = sides.start("prefill", **OPTIONS)
+    decode = sides.start("decode", retract_each=4, **OPTIONS)
+    for side in (prefill, decode):
+        side.answer()
+    asked = prompts()[:5]
+
+    def texts(batch: list[str]) -> list[str]:
+        rooms = sides.rooms(len(batch))
+        jobs = [(side, side.ask(batch, rooms, tokens=16)) for side in (prefill, decode)]
+        found = [side.answer(job) for side, job in jobs]
+        assert all("error" not in answer for answer in found), found
+        return found[1]["texts"]
+
+    alone = [texts([one])[0] for one in asked]  # a request that is alone keeps its memory
+    assert "#retracted_reqs: 1" not in decode.log.read_text()
+    assert texts(asked) == alone
+    assert decode.log.read_text().count("#retracted_reqs: 1") >= 3
+    until(lambda: all(not tables["halves"] for tables in sides.sizes().values()))
+    assert "leak" not in decode.log.read_text()
+
+
+def test_paused_requests_are_computed_again_on_their_dp_rank(sides: Sides) -> None:
+    """A pause of decode takes the memory of all requests, as before new weights; then it asks prefill over
+    HTTP to compute them again in their rooms. Two DP ranks of prefill, by turns."""
+    spread = {"dp_size": 2, "load_balance_method": "round_robin"}
+    prefill, decode = (
+        sides.start(role, http=True, **OPTIONS, **(spread if role == "prefill" else {}))
+        for role in ("prefill", "decode")
+    )
+    for side in (prefill, decode):
+        side.answer()
+    threads = ThreadPoolExecutor(8)
+
+    def post(side: Side, path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(f"http://127.0.0.1:{side.port}/{path}", json=body, timeout=240.0)
+
+    def begin(rooms: list[int]) -> list[Future[httpx.Response]]:
+        leg = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 31098}
+        begun = []
+        for text, room in zip(prompts(), rooms, strict=False):
+            body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 64}}
+            body |= leg | {"bootstrap_room": room}
+            threads.submit(post, prefill, "generate", body)
+            begun.append(threads.submit(post, decode, "generate", body))
+        return begun
+
+    def texts(begun: list[Future[httpx.Response]]) -> list[str]:
+        found = [answer.result() for answer in begun]
+        assert [answer.status_code for answer in found] == [200] * 3, [answer.text for answer in found]
+        return [answer.json()["text"] for answer in found]
+
+    wanted = texts(begin(sides.rooms(3)))
+    rooms = sides.rooms(3)
+    begun = begin(rooms)
+    until(lambda: {half["room"] for half in halves(sides, "decode")} >= {*rooms})
+    assert post(decode, "pause_generation", {"mode": "retract"}).status_code == 200
+    assert post(decode, "continue_generation", {}).status_code == 200
+    assert texts(begun) == wanted
+    for room in rooms:
+        first, again = (
+            [half for half in halves(sides, role) if half["room"] == room] for role in ("prefill", "decode")
+        )
+        assert len(first) == len(again) == 2
+        assert {half["pid"] for half in first} == {first[0]["pid"]}
+        assert [half["pages"] for half in first] == [half["pages"] for half in again]
+    until(lambda: all(not tables["halves"] for tables in sides.sizes().values()))
+    threads.shutdown()

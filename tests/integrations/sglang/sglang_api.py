@@ -55,6 +55,8 @@ NAMES = {
     ),
     "disaggregation/decode.py": (
         "DecodePreallocQueue._init_kv_manager",
+        "DecodePreallocQueue._create_receiver_and_enqueue",
+        "DecodePreallocQueue._init_receiver",
         "DecodeTransferQueue._defer_release",
         "DecodeTransferQueue.resolve_deferred_releases",
     ),

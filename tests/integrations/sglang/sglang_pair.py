@@ -88,11 +88,11 @@ class Rank:
         [buffer] = [buffer for buffer in self.kv if buffer.ctypes.data == address]
         return Region(address, nbytes, "cpu:0", owner=torch.from_numpy(buffer))
 
-    def sender(self, room: int, tokens: int, hint: int | None = None) -> SenderHalf:
-        return SenderHalf(self.handoffs, room, Intake(tokens, hint))
+    def sender(self, room: int, tokens: int, hint: int | None = None, digest: bytes = b"") -> SenderHalf:
+        return SenderHalf(self.handoffs, room, Intake(tokens, hint, digest))
 
-    def receiver(self, room: int) -> ReceiverHalf:
-        return ReceiverHalf(self.handoffs, ADDRESS, room)
+    def receiver(self, room: int, digest: bytes = b"") -> ReceiverHalf:
+        return ReceiverHalf(self.handoffs, ADDRESS, room, digest)
 
     def compute(self, pages: Sequence[int], seed: int) -> None:
         """Write the KV of a prompt."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from sglang_pair import PAGE, Rank, agreed, at_rest, wait_for
 
-from segue.integrations.sglang.sglang_handoffs import ReceiverHalf, SenderHalf
+from segue.integrations.sglang.sglang_handoffs import PrefillRow, RankHooks, ReceiverHalf, SenderHalf
 from segue.integrations.sglang.sglang_phases import SglPoll
-from segue.kv import Role, TransferFailed, new_room
+from segue.kv import DpRanks, Role, TransferFailed, new_room
 
 #: what SGLang's queues accept
 BOOTSTRAP = {SglPoll.FAILED, SglPoll.BOOTSTRAPPING, SglPoll.WAITING_FOR_INPUT}
@@ -187,6 +187,32 @@ def test_a_receiver_that_ends_before_the_first_session_ends_prefills_room(
     at_rest(prefill, decode)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["prefill waits", "prefill comes later"])
+def test_a_receiver_that_ends_before_its_prefill_rank_is_known_ends_prefills_room(late: bool) -> None:
+    """Each DP rank of prefill is told: the room is on any of them, or will be."""
+    prefills = [
+        Rank(Role.PREFILL, dp=DpRanks(size=2, load_balance="round_robin"), dp_rank=rank) for rank in (0, 1)
+    ]
+
+    def ranks(address: str, answer: Callable[[PrefillRow], None]) -> None:
+        for prefill in prefills:
+            answer(prefill.row)
+
+    decode = Rank(Role.DECODE, hooks=RankHooks(ranks=ranks))
+    room = new_room()
+    sender = None if late else prefills[1].sender(room, PAGE)
+    receiver = decode.receiver(room)
+    assert receiver.poll() is SglPoll.BOOTSTRAPPING
+    receiver.abort()
+    if sender is None:
+        wait_for(lambda: all(prefill.handoffs.sizes()["peers"] for prefill in prefills))
+        sender = prefills[1].sender(room, PAGE)
+    wait_for(lambda: sender.poll() is SglPoll.FAILED)
+    assert sender.failure().text == "ABORTED_BY_CLIENT: SGLang aborted the request"
+    for rank in (*prefills, decode):
+        rank.close()
+
+
 def test_a_room_that_decode_does_not_take_ends_after_sglangs_timeout() -> None:
     prefill = Rank(Role.PREFILL, bootstrap_s=0.05)
     sender = prefill.sender(new_room(), PAGE)
@@ -239,11 +265,18 @@ def test_samples_of_one_request_share_a_room(pair: tuple[Rank, Rank]) -> None:
         assert all(map(np.array_equal, prefill.kv_of([number]), decode.kv_of([10 + number])))
         sender.clear()
         receiver.clear()
-    again, twice = prefill.sender(room, PAGE), decode.receiver(room)  # a rebootstrap
-    publish(decode, twice, prefill, [5])
-    bootstrap(again, twice, 1)
-    again.send([7])
-    assert finish(again, twice) == (SglPoll.SUCCESS, SglPoll.SUCCESS)
+    # A rebootstrap: prefill gets the recomputed samples in the other order.
+    digests = [bytes([number]) for number in range(3)]
+    receivers = [decode.receiver(room, digest) for digest in digests]
+    senders = [prefill.sender(room, PAGE, digest=digest) for digest in digests[::-1]][::-1]
+    for number, (sender, receiver) in enumerate(zip(senders, receivers, strict=True)):
+        prefill.compute([number], 9 - number)
+        publish(decode, receiver, prefill, [10 + number])
+        bootstrap(sender, receiver, 1)
+        sender.send([number])
+    for number, (sender, receiver) in enumerate(zip(senders, receivers, strict=True)):
+        assert finish(sender, receiver) == (SglPoll.SUCCESS, SglPoll.SUCCESS)
+        assert all(map(np.array_equal, prefill.kv_of([number]), decode.kv_of([10 + number])))
 
 
 def test_nothing_raises_and_nothing_is_left(pair: tuple[Rank, Rank]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from segue.integrations.sglang.sglang_phases import (
     RoomUses,
     SglPoll,
+    digest_of,
     must_register,
     receiver_phase,
     sender_phase,
@@ -49,6 +50,18 @@ def test_uses_of_a_room_are_counted_and_bounded() -> None:
     for wrong in (0, -1, 2**64):
         with pytest.raises(ValueError):
             uses.next(wrong)
+
+
+def test_a_use_with_other_tokens_has_a_generation_in_whatever_order_it_comes() -> None:
+    """Two samples of a request that are computed again, each with its own tokens so far."""
+    first, one, other = map(digest_of, ([5, 6], [5, 6, 7], [5, 6, 8]))
+    prefill, decode = RoomUses(), RoomUses()
+    for side in (prefill, decode):
+        assert [side.next(7, first), side.next(7, first)] == [RoomKey(7), RoomKey(7, ordinal=1)]
+    wanted = {tokens: decode.next(7, tokens) for tokens in (one, other)}
+    assert {tokens: prefill.next(7, tokens) for tokens in (other, one)} == wanted
+    assert len({key.generation for key in wanted.values()} | {0}) == 3
+    assert decode.next(7, first) == RoomKey(7, ordinal=2)
 
 
 FOLLOW = DpRanks(size=4, load_balance="follow_bootstrap_room")

@@ -156,8 +156,9 @@ class SegueKVManager(CommonKVManager):
         self._rows: dict[tuple[str, int], PrefillRow] = {}
         #: prefills that do not fit or do not answer, by their bootstrap address: why
         self.refused: dict[str, tuple[type[SegueError], str]] = {}
-        #: the request whose sender is made now
+        #: the request whose sender is made now, and the tokens of that whose receiver is made now
         self.intake: Intake | None = None
+        self.wanted = b""
         #: around prefill's allocator
         self.pinned: PinnedPages | None = None
         self.handoffs = RankHandoffs(
@@ -172,7 +173,7 @@ class SegueKVManager(CommonKVManager):
                 force_query=envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get(),
             ),
             dp_rank=parallel.attn_dp_rank if parallel.attn_dp_size > 1 else args.system_dp_rank or 0,
-            hooks=RankHooks(self._register_room, self._ask_room, self.forget_prefill),
+            hooks=RankHooks(self._register_room, self._ask_room, self._name_ranks, self.forget_prefill),
         )
         host, port = self.handoffs.start()
         self._row = {
@@ -290,8 +291,9 @@ class SegueKVManager(CommonKVManager):
     def forget_prefill(self, address: str) -> None:
         """Ask the bootstrap server again at the next request: the process there may be another one."""
         self.prefill_info_table.pop(address, None)
-        for key in [key for key in self._rows if key[0] == address]:
-            del self._rows[key]
+        for key in list(self._rows):
+            if key[0] == address:
+                self._rows.pop(key, None)
 
     def _ask_room(self, address: str, room: int, answer: Callable[[int], None]) -> None:
         def ask() -> None:
@@ -300,6 +302,15 @@ class SegueKVManager(CommonKVManager):
                 answer(int(found[str(room)]))
 
         self._call(ask)
+
+    def _name_ranks(self, address: str, answer: Callable[[PrefillRow], None]) -> None:
+        def name() -> None:
+            if self.try_ensure_parallel_info(address):
+                for rank in range(self.prefill_info_table[address].dp_size):
+                    answer(self.prefill_row(address, rank))
+
+        if address not in self.refused:
+            self._call(name)
 
     def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
         """SGLang could not ask prefill to recompute a retracted request. Called on a thread of SGLang."""
@@ -410,7 +421,7 @@ class SegueKVReceiver(BaseKVReceiver):
         self.bootstrap_room = bootstrap_room
         #: SGLang counts them; the proof does not depend on their number
         self.bootstrap_infos: list[dict[str, Any]] = []
-        self.half = ReceiverHalf(mgr.handoffs, bootstrap_addr, bootstrap_room)
+        self.half = ReceiverHalf(mgr.handoffs, bootstrap_addr, bootstrap_room, mgr.wanted)
 
     @property
     def conclude_state(self) -> int | None:

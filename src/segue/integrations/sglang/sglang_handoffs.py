@@ -68,11 +68,12 @@ _PEER_GONE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """A request as prefill knows it when SGLang makes its sender: the prompt's `tokens`, and the DP rank that
-    the request names (`disagg_prefill_dp_rank`)."""
+    """A request as prefill knows it when SGLang makes its sender: the prompt's `tokens`, the DP rank that the
+    request names (`disagg_prefill_dp_rank`), and a `digest` of the prompt (see `RoomUses`)."""
 
     tokens: int
     hint: int | None = None
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,12 @@ class HalfFailure:
 @dataclass(frozen=True, slots=True)
 class RankHooks:
     """The calls of a rank to SGLang's bootstrap server; none blocks. `register(room)` tells it that this DP
-    rank has a room. `ask(address, room, answer)` asks which one has it. `forget(address)` drops what is
-    known of a prefill."""
+    rank has a room. `ask(address, room, answer)` asks which one has it. `ranks(address, answer)` names each
+    DP rank of a prefill. `forget(address)` drops what is known of a prefill."""
 
     register: Callable[[int], None] = lambda room: None
     ask: Callable[[str, int, Callable[[int], None]], None] = lambda address, room, answer: None
+    ranks: Callable[[str, Callable[[PrefillRow], None]], None] = lambda address, answer: None
     forget: Callable[[str], None] = lambda address: None
 
 
@@ -153,11 +155,11 @@ class RankHandoffs:
         """Seconds of the manager's clock."""
         return self.manager.clock.now()
 
-    def key(self, room: int | None) -> RoomKey:
-        """The name of one more use of a room. Raises InvalidRequest."""
+    def key(self, room: int | None, digest: bytes) -> RoomKey:
+        """The name of one more use of a room (see `RoomUses`). Raises InvalidRequest."""
         try:
             with self._lock:
-                return self._uses.next(room or 0)
+                return self._uses.next(room or 0, digest)
         except ValueError as error:
             raise InvalidRequest(f"bootstrap_room {room}: {error}") from None
 
@@ -358,7 +360,7 @@ class SenderHalf(RoomHalf):
         handoffs = self.handoffs
         if intake is None:
             raise Internal("SGLang made a sender without its request")
-        self.key = handoffs.key(self.room)
+        self.key = handoffs.key(self.room, intake.digest)
         self.units = handoffs.pool.units(intake.tokens)
         try:
             register = must_register(handoffs.dp, handoffs.dp_rank, self.room, intake.hint)
@@ -430,11 +432,11 @@ class SenderHalf(RoomHalf):
 
 
 class ReceiverHalf(RoomHalf):
-    """Decode's half. `address` is that of prefill's bootstrap server."""
+    """Decode's half. `address` is that of prefill's bootstrap server, `digest` that of the tokens."""
 
     handle: KVReceiver | None = None
 
-    def __init__(self, handoffs: RankHandoffs, address: str, room: int | None) -> None:
+    def __init__(self, handoffs: RankHandoffs, address: str, room: int | None, digest: bytes = b"") -> None:
         super().__init__(handoffs, room)
         self.address = address
         #: SGLang holds the pages of a failed request only if this is True
@@ -447,9 +449,9 @@ class ReceiverHalf(RoomHalf):
         self._ask_at: float | None = None
         self._ask_after_s = ASK_AFTER_S
         try:
-            self.key = handoffs.key(self.room)
+            self.key = handoffs.key(self.room, digest)
         except SegueError as error:
-            self.fail(error)
+            self.own_error = error.at(room=self.room).info  # there is no room to decline
 
     @property
     def leader(self) -> LeaderId | None:
@@ -528,4 +530,11 @@ class ReceiverHalf(RoomHalf):
         if self.handle is not None:
             self.handle.abort(error)
         elif self._row is not None:
-            self.handoffs.manager.decline(self.key, self._row.leader, error)
+            self._decline(self._row, error)
+        else:
+            # Each rank is told: nobody knows yet which one has the room, or will have it.
+            self.handoffs.hooks.ranks(self.address, lambda row: self._decline(row, error))
+
+    def _decline(self, row: PrefillRow, error: ErrorInfo) -> None:
+        self.handoffs.meet(self.address, row)
+        self.handoffs.manager.decline(self.key, row.leader, error)

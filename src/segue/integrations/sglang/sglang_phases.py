@@ -14,6 +14,9 @@ a rank that fails makes all ranks fail, also one whose own half has succeeded.
 from __future__ import annotations
 
 import enum
+import hashlib
+from array import array
+from collections.abc import Iterable
 
 from segue.kv import DpRankConflict, DpRanks, KVPoll, RoomKey
 
@@ -67,20 +70,35 @@ def receiver_phase(phase: KVPoll) -> SglPoll:
             return SglPoll.WAITING_FOR_INPUT
 
 
+def digest_of(tokens: Iterable[int]) -> bytes:
+    """A digest of the tokens of a request."""
+    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=8).digest()
+
+
 class RoomUses:
-    """Names the uses of each `bootstrap_room` on one side: the samples of a request with `n` above 1 share a
-    room, and a request whose KV is recomputed uses its room again. Both sides count from 0."""
+    """Names the uses of each `bootstrap_room` on one side. The samples of a request with `n` above 1 share a
+    room and their tokens: both sides count them from 0. A request whose KV is recomputed uses its room again,
+    with the tokens so far, and prefill gets such requests in any order: those tokens are its generation."""
 
     def __init__(self, limit: int = MAX_ROOMS) -> None:
         self._limit = limit
-        #: the least recently used first
-        self._uses: dict[int, int] = {}
+        # The least recently used first: the tokens of the first use of each room, and the uses of each room
+        # and generation.
+        self._first: dict[int, bytes] = {}
+        self._uses: dict[tuple[int, int], int] = {}
 
-    def next(self, room: int) -> RoomKey:
-        """The key of one more use. Raises ValueError for a room that is no room, or after 65,536 uses."""
-        used = self._uses.pop(room, 0)
-        key = RoomKey(room, ordinal=used)
-        self._uses[room] = used + 1
+    def next(self, room: int, tokens: bytes = b"") -> RoomKey:
+        """The key of one more use, with a digest of its `tokens`. Raises ValueError for a room that is no
+        room, or after 65,536 uses."""
+        first = self._first.get(room, tokens)
+        generation = 0 if tokens == first else 1 + int.from_bytes(tokens) % 65_535
+        key = RoomKey(room, generation, self._uses.get((room, generation), 0))
+        self._first.pop(room, None)
+        self._first[room] = first
+        self._uses.pop((room, generation), None)
+        self._uses[room, generation] = key.ordinal + 1
+        if len(self._first) > self._limit:
+            del self._first[next(iter(self._first))]
         if len(self._uses) > self._limit:
             del self._uses[next(iter(self._uses))]
         return key

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import math
+from collections.abc import Iterable
 from enum import Enum
 from functools import cache
 from typing import Any
 
 from segue.integrations.sglang.sglang_handoffs import Intake
+from segue.integrations.sglang.sglang_phases import digest_of
 from segue.integrations.sglang.sglang_settings import version_refusal
 
 log = logging.getLogger("segue.sglang")
@@ -74,17 +76,43 @@ def _hook_queues() -> None:
     HookRegistry.register(
         f"{queues}.decode.DecodeTransferQueue._defer_release", keep_until_proof, HookType.AFTER
     )
+    receivers = f"{queues}.decode.DecodePreallocQueue"
+    HookRegistry.register(f"{receivers}._create_receiver_and_enqueue", create_receiver, HookType.AROUND)
+    HookRegistry.register(f"{receivers}._init_receiver", keep_rank, HookType.BEFORE)
     HookRegistry.apply_hooks()
 
 
 def create_sender(original: Any, queue: Any, req: Any, num_kv_heads: int) -> Any:
-    """Around `create_sender`: the sender learns the length of the prompt, which SGLang does not give it."""
-    manager = queue.kv_manager
-    manager.intake = Intake(len(req.origin_input_ids), req.disagg_prefill_dp_rank)
+    """Around `create_sender`: the sender learns the prompt, which SGLang does not give it."""
+    manager, tokens = queue.kv_manager, req.origin_input_ids
+    manager.intake = Intake(len(tokens), req.disagg_prefill_dp_rank, _digest(req, tokens))
     try:
         return original(queue, req, num_kv_heads)
     finally:
         manager.intake = None
+
+
+def create_receiver(original: Any, queue: Any, req: Any, is_rebootstrap: bool = False) -> Any:
+    """Around `_create_receiver_and_enqueue`: the receiver learns the tokens whose KV it waits for."""
+    manager, tokens = queue.kv_manager, req.origin_input_ids
+    manager.wanted = _digest(req, [*tokens, *req.output_ids] if is_rebootstrap else tokens)
+    try:
+        return original(queue, req, is_rebootstrap=is_rebootstrap)
+    finally:
+        manager.wanted = b""
+
+
+def _digest(req: Any, tokens: Iterable[int]) -> bytes:
+    """Not of images and the like: each side may have other numbers for them."""
+    return digest_of(tokens) if req.multimodal_inputs is None else b""
+
+
+def keep_rank(queue: Any, decode_req: Any, prefill_dp_rank: int) -> None:
+    """Before `_init_receiver`: a request that is computed again goes to the DP rank of prefill that it had.
+    SGLang would let it go to any, and look for it on this one."""
+    prefill = queue.kv_manager.prefill_info_table.get(decode_req.kv_receiver.bootstrap_addr)
+    if prefill is not None and prefill.dp_size > 1:
+        decode_req.req.disagg_prefill_dp_rank = prefill_dp_rank
 
 
 def give_back(queue: Any) -> None:
