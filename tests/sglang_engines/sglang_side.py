@@ -1,6 +1,7 @@
 """One SGLang engine: `python sglang_side.py MODE MODEL PORT BOOTSTRAP_PORT OPTIONS` reads jobs as JSON lines
 and answers each with a line, in any order. MODE is prefill, decode, or null for an engine that does both.
-OPTIONS are those of SGLang's `Engine`, as JSON; with `http` it is SGLang's server, which is asked at PORT.
+OPTIONS are those of SGLang's `Engine`, as JSON. With `http` it is SGLang's server, which is asked at PORT.
+With `mla` its attention over torch computes MLA.
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ def main() -> None:
         # The default calls CUDA's runtime, also without a GPU.
         options |= {"disaggregation_decode_retraction_backup": "cpu_tensor"}
     options |= json.loads(more)
+    if options.pop("mla", False):
+        # Otherwise SGLang computes a prompt in the form of MHA, whose keys `torch_native` does not find.
+        from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+        handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
     if options.pop("http", False):
         from sglang.srt.entrypoints.http_server import launch_server
         from sglang.srt.server_args import ServerArgs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from sglang_sides import Side, Sides, prompts, until
+from transformers import AutoModelForCausalLM, DeepseekV2Config
+
+from segue.engine.models.model_store import DEFAULT_MODEL, resolve_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.model, pytest.mark.timeout(600)]
 #: ranks that wait for each other spin: on few cores a step takes seconds
@@ -211,3 +216,41 @@ def test_paused_requests_are_computed_again_on_their_dp_rank(sides: Sides) -> No
         assert [half["pages"] for half in first] == [half["pages"] for half in again]
     until(lambda: all(not tables["halves"] for tables in sides.sizes().values()))
     threads.shutdown()
+
+
+def mla_model(folder: Path) -> Path:
+    """A small model of DeepSeek-V2's form with random weights, and the tokenizer of the default model."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 49152, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 32, "q_lora_rank": None}
+    latent = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32}
+    experts = {"n_routed_experts": 4, "first_k_dense_replace": 3, "moe_layer_freq": 1}
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1}
+    yarn |= {"original_max_position_embeddings": 512, "mscale": 0.707, "mscale_all_dim": 0.707}
+    config = DeepseekV2Config(
+        **sizes, **heads, **latent, **experts, rope_parameters=yarn, initializer_range=0.3, eos_token_id=0
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for file in resolve_model(DEFAULT_MODEL, progress=lambda *_: None).glob("*token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def test_an_mla_model(sides: Sides) -> None:
+    """Two engines answer as one does, and each page on decode has the bytes that prefill stored."""
+    options = OPTIONS | {"mla": True, "model": mla_model(sides.folder / "model")}
+    asked = prompts()[:6]
+    one = sides.start("null", **options)
+    one.answer()
+    wanted = one.answer(one.ask(asked, tokens=4))["texts"]
+    one.end()
+    prefill, decode = (sides.start(role, **options) for role in ("prefill", "decode"))
+    for side in (prefill, decode):
+        side.answer()
+    rooms = sides.rooms(6)
+    found = answers(prefill, decode, asked, rooms)
+    assert all("error" not in answer for answer in found), found
+    assert found[1]["texts"] == wanted
+    for room in rooms:
+        assert digests(sides, room, "prefill") == digests(sides, room, "decode")
+    until(lambda: all(not tables["halves"] for tables in sides.sizes().values()))
