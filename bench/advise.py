@@ -47,7 +47,12 @@ FLEETS = {
 MIXES = ((128, 64), (512, 32))
 KV_GIB = 1.0
 THREADS = ["--threads-per-worker", "1", "--kv-gib", f"{KV_GIB:g}"]
-PREDICTED = {"ttft_ms": ("ttft_p50_s", "ttft_p99_s"), "itl_ms": ("itl_p50_s", "itl_p99_s")}
+PREDICTED = {
+    "median_ttft_ms": "ttft_p50_s",
+    "p99_ttft_ms": "ttft_p99_s",
+    "median_itl_ms": "itl_p50_s",
+    "p99_itl_ms": "itl_p99_s",
+}
 
 
 @contextlib.contextmanager
@@ -90,11 +95,10 @@ def bench(url: str, mix: tuple[int, int], load: list[str], requests: int, seed: 
 
 def row(one: Mapping[str, Any], said: Expected) -> dict[str, object]:
     """One line of the table: predicted and measured, and the error of each."""
-    result = one["report"]["result"]
-    pairs = {"requests_per_s": (said.requests_per_s, result["requests_per_s"])}
-    for key, fields in PREDICTED.items():
-        for percent, field in zip(("p50", "p99"), fields, strict=True):
-            pairs[f"{key[:-3]}_{percent}_ms"] = (getattr(said, field) * 1e3, result[key][percent])
+    report = one["report"]
+    pairs = {"request_throughput": (said.requests_per_s, report["request_throughput"])}
+    for key, field in PREDICTED.items():
+        pairs[key] = (getattr(said, field) * 1e3, report[key])
     load = f"rate {one['rate']:g}" if one["rate"] else f"{one['concurrency']} at a time"
     told = "  ".join(f"{key} {p:.4g}/{s:.4g} ({p / s - 1:+.0%})" for key, (p, s) in pairs.items())
     print(f"{one['fleet']}, {one['prompt']} in {one['output']} out, {load}: {told}", flush=True)

@@ -98,10 +98,11 @@ def main() -> None:
         )
         report = uvloop.run(Bench(config).run())
         process.stdin.close()
-    result, client = report["result"], report["client"]
-    assert isinstance(result, dict)
+    client = report["client"]
     assert isinstance(client, dict)
-    print(f"{result['completed']} requests, {result['output_tokens']} chunks, {args.concurrency} at once")
+    print(
+        f"{report['completed']} requests, {report['total_output_tokens']} chunks, {args.concurrency} at once"
+    )
     print(
         f"client: {client['cpu_us_per_event']:.1f} us of CPU per chunk, {client['cpu_share']:.1%} of a core"
     )

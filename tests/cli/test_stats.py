@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.lab.bench.stats import RequestTimes, distribution, good, percentile, summary
+from segue.lab.bench.stats import RequestTimes, detailed, distribution, good, percentile, summary
 
 FLOATS = st.floats(-1e6, 1e6)
 
@@ -20,7 +20,7 @@ def test_percentile_is_numpys(values: list[float], percent: float) -> None:
 def test_no_values_have_no_percentile() -> None:
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)
-    assert distribution([]) is None
+    assert set(distribution([]).values()) == {None}
 
 
 def test_times_of_one_sample() -> None:
@@ -31,26 +31,46 @@ def test_times_of_one_sample() -> None:
     assert RequestTimes([0.5], tokens=1).tpot_s is None
 
 
+SAMPLES = [
+    RequestTimes([0.1, 0.2], 0.2, tokens=2, prompt_tokens=10, timeline={"queue": 0.01}),
+    RequestTimes([0.3, 0.4], 0.4, tokens=2, prompt_tokens=10, timeline={"queue": 0.03}, start_s=0.1),
+    RequestTimes([], 0.1, error="http_429", start_s=0.3, queue_s=0.2),
+    RequestTimes([0.1], 0.2, tokens=1, error="cut_off", start_s=1.5),
+]
+
+
 def test_summary_counts_what_was_asked_and_what_came() -> None:
-    samples = [
-        RequestTimes([0.1, 0.2], 0.2, tokens=2, prompt_tokens=10, timeline={"queue": 0.01}),
-        RequestTimes([0.3, 0.4], 0.4, tokens=2, prompt_tokens=10, timeline={"queue": 0.03}),
-        RequestTimes([], 0.1, error="http_429"),
-        RequestTimes([0.1], 0.2, tokens=1, error="cut_off"),
-    ]
-    result = summary(samples, 2.0, slo_ttft_ms=200.0)
-    assert (result["requests"], result["completed"]) == (4, 2)
-    assert result["errors"] == {"http_429": 1, "cut_off": 1}
-    assert (result["requests_per_s"], result["output_tokens_per_s"]) == (1.0, 2.0)
-    assert (result["prompt_tokens"], result["output_tokens"]) == (20, 4)
-    assert "goodput" not in summary(samples, 2.0)
-    assert summary(samples, 2.0, slo_itl_ms=150.0)["goodput"]["good"] == 2  # type: ignore[index]
-    assert result["ttft_ms"] == pytest.approx(
-        {"n": 2, "mean": 200, "p50": 200, "p90": 280, "p99": 298, "max": 300}
-    )
-    assert result["goodput"]["share"] == 0.25
-    assert result["goodput"]["requests_per_s"] == 0.5
-    assert result["ttft_split_ms"]["queue"]["p50"] == pytest.approx(20.0)
+    result = summary(SAMPLES, 2.0, slo_ttft_ms=200.0)
+    assert (result["completed"], result["failed"]) == (2, 2)
+    assert result["error_kinds"] == {"http_429": 1, "cut_off": 1}
+    assert (result["request_throughput"], result["output_throughput"]) == (1.0, 2.0)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (20, 4)
+    assert result["total_token_throughput"] == 12.0
+    assert (result["max_output_tokens_per_s"], result["max_concurrent_requests"]) == (4.0, 2)
+    assert summary(SAMPLES, 2.0)["request_goodput"] is None
+    assert summary(SAMPLES, 2.0, slo_itl_ms=150.0)["request_goodput"] == 1.0
+    assert result["request_goodput"] == 0.5
+    ttft = {"mean": 200, "median": 200, "std": 100, "p90": 280, "p99": 298, "max": 300}
+    assert {word: result[f"{word}_ttft_ms"] for word in ttft} == pytest.approx(ttft)
+    split = result["ttft_split_ms"]
+    assert isinstance(split, dict)
+    assert split["queue"]["median"] == pytest.approx(20.0)
+
+
+def test_the_names_are_those_of_vllm_bench_serve() -> None:
+    """Of vLLM 0.32.0's `vllm/benchmarks/serve.py`: what `--save-result` and `--save-detailed` write."""
+    plain = {"duration", "completed", "failed", "total_input_tokens", "total_output_tokens"}
+    plain |= {"request_throughput", "request_goodput", "output_throughput", "total_token_throughput"}
+    plain |= {"max_output_tokens_per_s", "max_concurrent_requests"}
+    plain |= {f"{word}_{name}_ms" for word in ("mean", "median", "std", "p99") for name in NAMES}
+    assert plain <= summary(SAMPLES, 2.0).keys()
+    each = detailed(SAMPLES)
+    assert each.keys() >= {"input_lens", "output_lens", "ttfts", "itls", "start_times", "errors"}
+    assert {len(values) for values in each.values() if isinstance(values, list)} == {len(SAMPLES)}
+    assert each["queue_times"] == [0, 0, 0.2, 0]
+
+
+NAMES = ("ttft", "tpot", "itl", "e2el")
 
 
 def test_goodput_takes_both_objectives() -> None:

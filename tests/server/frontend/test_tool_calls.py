@@ -5,6 +5,7 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher
 
 from conftest import CHATML, FakeBackend, Running, make_tokenizer, serve
 from segue.server.frontend.tokenizer import ModelTokenizer
@@ -116,3 +117,31 @@ def test_half_a_pair_of_surrogates_in_a_call_comes_back_and_may_be_sent_again() 
         again = running.post("/v1/chat/completions", {"messages": [*ASK, message, *ASK]})
         assert again.status_code == 200
         assert "\ufffd|" in own.decode(backend.requests[-1].prompt, skip_special=False)
+
+
+def test_references_within_a_tools_schema_hold_in_the_grammar_of_all_tools(
+    door: Running, backend: FakeBackend
+) -> None:
+    """Schemas of pydantic have them for each class. `const` is data, and a property may be named `$ref`."""
+
+    def tool(name: str, values: list[str]) -> dict[str, Any]:
+        data = {"const": {"$ref": "#"}}
+        properties = {"c": {"$ref": "#/$defs/C"}, "default": {"$ref": "#/$defs/C"}, "$ref": data}
+        schema = {"properties": properties, "$defs": {"C": {"enum": values}}}
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    tools = [tool("a", ["P"]), tool("b", ["R"])]
+    body = {"messages": ASK, "tools": tools, "tool_choice": "required"}
+    assert (answer := door.post("/v1/chat/completions", body)).status_code == 200, answer.text
+    grammar = backend.requests[0].sampling.grammar
+    assert grammar is not None
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(grammar.text)) == ""
+    whole = json.loads(grammar.text)
+    for call, values in zip(whole["items"]["anyOf"], (["P"], ["R"]), strict=True):
+        properties = call["properties"]["arguments"]["properties"]
+        for name in ("c", "default"):
+            found = whole
+            for step in properties[name]["$ref"].removeprefix("#/").split("/"):
+                found = found[int(step) if isinstance(found, list) else step]
+            assert found == {"enum": values}
+        assert properties["$ref"] == {"const": {"$ref": "#"}}

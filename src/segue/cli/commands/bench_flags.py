@@ -13,20 +13,22 @@ MAX_CONNECTIONS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """One measurement. Closed loop: `concurrency` requests are always in flight. Open loop (with
-    `rate`, in requests a second): arrivals are Poisson whatever the server does, and a latency
-    counts from the moment a request was due."""
+    """One measurement. Requests are due at Poisson arrivals of `rate` a second, or at the times of a trace,
+    or else as soon as fewer than `concurrency` are in flight. With both, one that is due waits until fewer
+    are in flight; latencies count from its sending, and the wait is reported apart."""
 
     url: str
     model: str | None = None
     api: str = "completions"
     input_tokens: int = 512
     shared_prefix_tokens: int = 0
-    output_tokens: int = 64
+    output_tokens: int | None = None
     requests: int = 64
     warmup: int = 4
-    concurrency: int = 4
+    concurrency: int | None = None
     rate: float | None = None
+    dataset: str | None = None
+    detailed: bool = False
     seed: int = 0
     timeout_s: float = 600.0
     slo_ttft_ms: float | None = None
@@ -42,10 +44,10 @@ class BenchConfig:
         limits = {
             "--input-tokens": (self.input_tokens, 1, 10**7),
             "--shared-prefix-tokens": (self.shared_prefix_tokens, 0, 10**7),
-            "--output-tokens": (self.output_tokens, 1, 10**6),
+            "--output-tokens": (1 if self.output_tokens is None else self.output_tokens, 1, 10**6),
             "--requests": (self.requests, 1, MAX_REQUESTS),
             "--warmup": (self.warmup, 0, MAX_REQUESTS),
-            "--concurrency": (self.concurrency, 1, MAX_CONNECTIONS),
+            "--concurrency": (1 if self.concurrency is None else self.concurrency, 1, MAX_CONNECTIONS),
             "--rate": (1.0 if self.rate is None else self.rate, 1e-3, 1e5),
             "--timeout-s": (self.timeout_s, 0.1, 86400),
             "--slo-ttft-ms": (1.0 if self.slo_ttft_ms is None else self.slo_ttft_ms, 0.001, 1e9),
@@ -80,14 +82,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of these, equal in all prompts (default: 0)",
     )
-    add("--output-tokens", type=int, default=64, metavar="N", help="tokens to generate (default: 64)")
+    add(
+        "--output-tokens",
+        type=int,
+        metavar="N",
+        help="tokens to generate (default: 64, or as many as in the dataset)",
+    )
+    add(
+        "--dataset",
+        metavar="FILE",
+        help="prompts and lengths: a ShareGPT file (JSON) or a Mooncake trace (JSON lines with times)",
+    )
     add("--requests", type=int, default=64, metavar="N", help="measured requests (default: 64)")
     add("--warmup", type=int, default=4, metavar="N", help="requests before the measured ones (default: 4)")
-    load = parser.add_mutually_exclusive_group()
-    load.add_argument(
-        "--concurrency", type=int, default=4, metavar="C", help="closed loop: requests in flight (default: 4)"
+    add(
+        "--concurrency",
+        type=int,
+        metavar="C",
+        help="most requests in flight (default: 4, but with --rate or a trace as many as are due)",
     )
-    load.add_argument("--rate", type=float, metavar="R", help="open loop: Poisson arrivals a second")
+    add("--rate", type=float, metavar="R", help="Poisson arrivals a second, whatever the server does")
     add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
     add(
         "--timeout-s", type=float, default=600.0, metavar="S", help="most one request may take (default: 600)"
@@ -104,7 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="file with an API key for the server (default: SEGUE_API_KEY or OPENAI_API_KEY)",
     )
-    add("--json", metavar="FILE", help="write the result as JSON; - is standard output")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the result as JSON with the names of vllm bench serve; - is standard output",
+    )
+    add("--detailed", action="store_true", help="with --json: also the times of each request")
+    add("--plot", metavar="FILE", help="draw the latencies as a PNG (needs segue[plot])")
 
 
 def config_of(args: argparse.Namespace) -> BenchConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -290,17 +290,41 @@ def _any_call(tools: list[Tool], most: int) -> Grammar:
             "type": "object",
             "properties": {
                 "name": {"const": t.function.name},
-                "arguments": t.function.parameters or {"type": "object"},
+                "arguments": _moved(
+                    t.function.parameters or {"type": "object"}, f"#/items/anyOf/{at}/properties/arguments"
+                ),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for t in tools
+        for at, t in enumerate(tools)
     ]
     return Grammar(
         "json_schema",
         json.dumps({"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}}),
     )
+
+
+#: Keys of a JSON schema whose values are data, and those whose values are schemas by name.
+_DATA: Final = frozenset({"const", "default", "enum", "examples"})
+_BY_NAME: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+
+
+def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """A copy of `schema` for `place` in another one: its references to itself follow it there."""
+    made: dict[str, Any] = json.loads(json.dumps(schema))
+    nodes: list[tuple[object, bool]] = [] if "$id" in made else [(made, False)]
+    while nodes:
+        node, by_name = nodes.pop()
+        if isinstance(node, list):
+            nodes += [(item, False) for item in node]
+        elif isinstance(node, dict):
+            for key, value in node.items():
+                if not by_name and key == "$ref" and isinstance(value, str) and value.startswith("#"):
+                    node[key] = place + value[1:]
+                elif by_name or key not in _DATA:
+                    nodes.append((value, not by_name and key in _BY_NAME))
+    return made
 
 
 def chat_prompt(
