@@ -65,7 +65,7 @@ class RayRegistry:
 class RayProcess:
     """An actor that keeps one segue process. `health` is the path that its health check asks."""
 
-    health = "/health"
+    health = "/ready"
     _process: KeptProcess | None = None
     _url = ""
 
@@ -86,7 +86,8 @@ class RayProcess:
                 answer = await client.get(f"{self._url}{self.health}")
         except httpx.TransportError as error:
             raise PeerLost(f"{self._url}{self.health} does not answer: {error!r}") from error
-        if answer.status_code != 200:
+        # 404: an instance of a version without `/ready`, which answers and so lives.
+        if answer.status_code not in (200, 404):
             raise PeerLost(f"{self._url}{self.health}: {answer.status_code} {answer.text[:200]}")
 
     async def __del__(self) -> None:
