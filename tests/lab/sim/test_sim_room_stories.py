@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from segue.kv.ids import Role
+from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT
 from segue.kv.protocol.rooms import Room, Rooms
 from segue.kv.protocol.sender import SenderMachine
 from segue.lab.sim.room_checks import RULES, rule_name
@@ -23,8 +24,8 @@ SLOW = (0.02, 0.02)
 FIRST = Claim("decode0", 0, 0.0)
 #: Prefill's clock of a story's room begins here.
 AT = 0.5
-#: A deployment without faults of one prefill and two decodes over `tcp`; and one with several leaders each.
-PLAIN, RANKS = 3, 53
+#: Deployments without faults: one prefill and two decodes over `tcp`; two or three leaders each.
+PLAIN, RANKS, THREE_RANKS = 3, 53, 136
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Story:
         features = frozenset({"unplaced rooms", *(fault.kind for fault in self.faults)})
         whole = replace(make_scenario(self.seed), requests=[], rooms=[plan], faults=list(self.faults))
         for at, node in enumerate(whole.nodes):
-            whole.nodes[at] = replace(node, clock_rate=self.rate if node.role is Role.DECODE else 1.0)
+            rate = self.rate if node.role is Role.DECODE else 1.0
+            whole.nodes[at] = replace(node, clock_rate=rate, on_conflict=REDIRECT_ON_CONFLICT)
         return run_scenario(replace(whole, features=features), timeline=True)
 
 
@@ -102,7 +104,17 @@ STORIES = {
         (replace(FIRST, attempt=1, after_s=0.005), Claim("decode1", 0, 0.0, wrong=True)),
         ((2, "another claim refused"), (2, "bound after another claim")),
     ),
+    "a bad first claimant, who says it again with the right claim": Story(
+        (replace(FIRST, wrong=True, repeat="claim"), second(after_s=0.1)),
+        ((2, "another claim refused"), (2, "bound after another claim")),
+    ),
     "two decodes": Story((FIRST, second()), ((3, "refused beside a binding"),), room={"chunk_s": SLOW}),
+    "another attempt of the same decode that replaces nothing": Story(
+        (FIRST, second("decode0")), ((3, "refused beside a binding"),), room={"chunk_s": SLOW}
+    ),
+    "another decode than the placed one, without the placer's word": Story(
+        (second(after_s=0.0, budget_s=1.0),), succeed=0, room={"placed": "decode0", "retain_s": 2.0}
+    ),
     "replaced by the same decode while writes run": Story(
         (FIRST, second("decode0", replaces=0)),
         ((3, "replaced"), (1, "replayed"), (5, "drained")),
@@ -184,6 +196,13 @@ STORIES = {
         ((8, "sent on"), (8, "sent on twice")),
         succeed=0,
         seed=RANKS,
+        room={"announce": True},
+    ),
+    "sent on twice, to a third rank": Story(
+        (replace(FIRST, open_rank=True, hint=True, moved=True),),
+        ((8, "sent on"), (8, "sent on twice")),
+        succeed=0,
+        seed=THREE_RANKS,
         room={"announce": True},
     ),
     "two ranks open it": Story(

@@ -9,7 +9,7 @@ from pair import FRONT, VOCAB, Pair
 
 from segue.engine.engine_api import SequenceResult, StepHandle, StepOnCall
 from segue.engine.request import Output
-from segue.kv.errors import AbortedByClient, Internal, PeerLost
+from segue.kv.errors import AbortedByClient, ErrorCode, Internal, PeerLost
 from segue.kv.ids import Incarnation, KVPoll, RankId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Metadata
@@ -78,6 +78,29 @@ def test_the_destination_may_come_before_the_request() -> None:
     pair.submit("r", [1, 2, 3], 3, to=(True, False))
     pair.run()
     assert pair.tokens("r") == reference([1, 2, 3], sampling, VOCAB, 3)
+    pair.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "salt"), [([1, 2, 3, 4, 6], 7), ([1, 2, 3, 4, 5], 8)], ids=["prompt", "salt"]
+)
+def test_kv_of_another_prompt_or_tenant_is_refused_before_a_byte_moves(prompt: list[int], salt: int) -> None:
+    pair, written = Pair(), list[events.Effect]()
+
+    def noted(effect: events.Effect) -> bool:
+        written.extend([effect] if isinstance(effect, events.PostWrite) else [])
+        return False
+
+    pair.lose = noted
+    pair.submit("prefill's", [1, 2, 3, 4, 5], 3, to=(True, False), salt=7)
+    pair.rooms -= 1  # the same room
+    pair.submit("decode's", prompt, 3, to=(False, True), salt=salt)
+    pair.run()
+    for name in ("prefill's", "decode's"):
+        error = pair.outputs[name][-1].error
+        assert error is not None
+        assert (error.code, error.retryable) == (ErrorCode.METADATA_MISMATCH, False)
+    assert written == []
     pair.assert_at_rest()
 
 
