@@ -38,10 +38,10 @@ TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def environment(core: int | str) -> dict[str, str]:
-    """Of a vLLM whose forward runs on one core; `"0|1"`: those of its ranks."""
+    """Of a vLLM whose forward runs on one core; `"nobind"`: on any. `plugins` has a plug-in for ranks."""
     return {
         **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": f"{ROOT / 'src'}:{HERE / 'plugins'}",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -33,22 +33,25 @@ from ports import HeldPort
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not PYTHON.exists(), reason="needs `make test-vllm`")]
 
-REQUESTS = 100
+REQUESTS = 200
 TRANSPORTS = ["tcp", "shm"]
 #: Prefill gives a room up after so many seconds.
 ROOM_S = 20.0
 
 
 class Engines:
-    """The engines of this module, by name: `tcp` and `shm` have a prefill and a decode each; `few` is a
-    prefill of 20 blocks, `strict` a decode with the policy `fail`, behind a proxy that changes bytes; `lora`
-    have LoRA adapters, `multi` a MultiConnector of ours and vLLM's ExampleConnector."""
+    """The engines of this module, by name: `tcp` and `shm` have a prefill and a decode each; `few` and
+    `fewshm` are prefills of 20 blocks over tcp and shm, `strict` a decode with the policy `fail`, behind a
+    proxy that changes bytes; `lora` have LoRA adapters, `multi` a MultiConnector of ours and vLLM's
+    ExampleConnector."""
 
     def __init__(self, model: Path, log: Path) -> None:
         self.log = log
         self._model = model
-        self._ports = {name: HeldPort() for name in ("tcp", "shm", "few", "strict", "lora", "multi")}
-        self._query = {name: HeldPort() for name in ("tcp", "shm", "few", "lora", "multi")}
+        self._ports = {
+            name: HeldPort() for name in ("tcp", "shm", "few", "fewshm", "strict", "lora", "multi")
+        }
+        self._query = {name: HeldPort() for name in ("tcp", "shm", "few", "fewshm", "lora", "multi")}
         self._running: dict[str, Engine] = {}
         self.proxy = FlippingProxy(self._ports["strict"].port)
 
@@ -67,10 +70,11 @@ class Engines:
         prefill, decode = self.named(f"prefill-{kind}", f"decode-{kind}")
         return Clients(prefill, decode, self._query[kind].port)
 
-    def few(self) -> Clients:
-        """The prefill of few blocks, and decode over tcp."""
-        prefill, decode = self.named("prefill-few", "decode-tcp")
-        return Clients(prefill, decode, self._query["few"].port)
+    def few(self, transport: str) -> Clients:
+        """The prefill of few blocks, and the decode of this transport."""
+        name = "few" if transport == "tcp" else "fewshm"
+        prefill, decode = self.named(f"prefill-{name}", f"decode-{transport}")
+        return Clients(prefill, decode, self._query[name].port)
 
     def close(self) -> None:
         """End all."""
@@ -80,7 +84,7 @@ class Engines:
 
     def _start(self, name: str) -> Engine:
         side, kind = name.split("-")
-        extra: dict[str, Any] = {"transport": ["shm" if kind == "shm" else "tcp"], "room_s": ROOM_S}
+        extra: dict[str, Any] = {"transport": ["shm" if kind.endswith("shm") else "tcp"], "room_s": ROOM_S}
         if side == "prefill":
             extra |= {"port": self._ports[kind].port, "query_port": self._query[kind].port}
         if kind == "strict":
@@ -88,7 +92,7 @@ class Engines:
         role = "kv_producer" if side == "prefill" else "kv_consumer"
         config = transfer_config(role, "fail" if kind == "strict" else "recompute", **extra)
         more: dict[str, Any] = {}
-        if kind == "few":
+        if kind.startswith("few"):
             more = {"num_gpu_blocks_override": 20, "max_model_len": 512}
         if kind == "lora":
             more = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -195,14 +199,15 @@ def test_clients_that_leave(engines: Engines) -> None:
     assert clients.sequential("l-s", asked) == wanted
 
 
-def test_a_prefill_that_lacks_blocks(engines: Engines) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_prefill_that_lacks_blocks(engines: Engines, transport: str) -> None:
     """It preempts: 4 prompts of 9 blocks in a pool of 20."""
-    clients = engines.few()
+    clients = engines.few(transport)
     asked = prompts(12, seed=3, low=8 * BLOCK + 1, high=9 * BLOCK)
     wanted = unified(clients.decode, "f-u", asked)
     assert clients.concurrent("f-c", asked, at_once=4) == wanted
     assert clients.sequential("f-s", asked, at_once=2) == wanted
-    clients.prefill.at_rest(ROOM_S + 20)
+    assert clients.prefill.at_rest(ROOM_S + 20)["preempted"]
     clients.decode.at_rest()
 
 
