@@ -37,7 +37,19 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield got
 
 
-def test_prefill_decode_and_frontend_by_hand(tiny: Path, tmp_path: Path, traced: Any) -> None:
+@pytest.fixture
+def notified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket.socket]:
+    """What a service manager hears of all processes."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "notify"))
+        sock.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        yield sock
+
+
+def test_prefill_decode_and_frontend_by_hand(
+    tiny: Path, tmp_path: Path, traced: Any, notified: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text(os.urandom(32).hex())
     secret.chmod(0o600)
@@ -66,11 +78,16 @@ def test_prefill_decode_and_frontend_by_hand(tiny: Path, tmp_path: Path, traced:
         assert seen.returncode == 0, seen.stderr
         lines = seen.stdout.splitlines()
         assert [line.split()[2:4] for line in lines[1:3]] == [["decode", "serving"], ["prefill", "serving"]]
-        for command, state in (("drain", "drained"), ("resume", "serving")):
-            steered = run(command, lines[1].split()[0], "--registry", url, *trust, "--timeout", "30")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", decode.runtime["XDG_RUNTIME_DIR"])  # as in its pod
+        name = lines[1].split()[0]
+        for command, state in (
+            (("drain", "--self"), "drained"),
+            (("resume", name, "--registry", url, *trust), "serving"),
+        ):
+            steered = run(*command, "--timeout", "30")
             assert steered.returncode == 0, steered.stderr
             assert f" {state}: running 0" in steered.stdout
-        switched = run("switch", lines[1].split()[0], "unified", "--registry", url, *trust)
+        switched = run("switch", name, "unified", "--registry", url, *trust)
         assert switched.returncode == 0, switched.stderr
         assert " serving, before it decode" in switched.stdout
         decode.logged(re.compile(r"INFO +unified segue\.instance serving role=unified"))
@@ -91,6 +108,8 @@ def test_prefill_decode_and_frontend_by_hand(tiny: Path, tmp_path: Path, traced:
         assert httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60).status_code == 200
         for part in (frontend, decode, prefill):
             assert part.stop() == 0
+    told = [notified.recv(1024).splitlines()[0] for _ in range(7)]
+    assert told == [b"READY=1"] * 4 + [b"STOPPING=1"] * 3  # decode twice: it was switched
     names = set()
     while not traced.empty():
         for resource in traced.get().resource_spans:

@@ -12,7 +12,8 @@ import pytest
 from served import Served
 
 from ports import HeldPort
-from tls_files import Authority
+from segue.cli.main import main
+from tls_files import Authority, TlsFiles
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -44,8 +45,8 @@ def speaks_tls(port: int) -> bool:
 def test_a_deployment_under_mutual_tls_answers_and_every_inner_port_is_tls(
     tiny: Path, tmp_path: Path
 ) -> None:
-    authority = Authority(tmp_path)
-    flags = authority.issue().flags()
+    assert main(["keys", str(tmp_path), "--part", "all=127.0.0.1"]) == 0
+    flags = TlsFiles(tmp_path / "all.pem", tmp_path / "all.key", tmp_path / "ca.pem").flags()
     with Served(*of(tiny), *SMALL, "--transport", "tcp", *flags) as served:
         answer = httpx.post(f"{served.url}/v1/completions", json=BODY, timeout=60)
         assert answer.status_code == 200, answer.text

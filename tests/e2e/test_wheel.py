@@ -158,6 +158,7 @@ COMMANDS = [
     (("sim",), "serve"),
     (("advise", "m"), "serve"),
     (("doctor",), "serve"),
+    (("keys", "tls"), "keys"),
 ]
 
 

@@ -22,11 +22,14 @@ ENGINE: Final = (
     "llguidance",
     "numba",
 )
+#: Modules of the `keys` extra.
+KEYS: Final = ("cryptography",)
 #: A frontend runs no model: a tokenizer and chat templates are all.
 FRONTEND: Final = ("transformers", "tokenizers", "jinja2")
 #: The extras of each command; a command that is not listed needs `serve` alone.
 _NEEDS: Final = {
     "version": (),
+    "keys": KEYS,
     "serve": (*SERVE, *ENGINE),
     "prefill": (*SERVE, *ENGINE),
     "decode": (*SERVE, *ENGINE),
@@ -42,7 +45,9 @@ def need(command: str) -> None:
     if not missing:
         return
     lacking = set(missing)
-    extras = [name for name, has in (("serve", lacking - {*ENGINE}), ("engine", lacking & {*ENGINE})) if has]
+    of_serve = lacking - {*ENGINE, *KEYS}
+    needed = {"serve": of_serve, "engine": lacking & {*ENGINE}, "keys": lacking & {*KEYS}}
+    extras = [name for name, has in needed.items() if has]
     said = "the extras serve and engine" if len(extras) > 1 else f"the {extras[0]} extra"
     raise ConfigError(
         f"segue {command} needs {said} ({', '.join(missing)} not installed): "

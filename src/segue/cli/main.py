@@ -33,6 +33,7 @@ _EXAMPLES = {
     "bench": "segue bench http://127.0.0.1:8000 --requests 64 --concurrency 8 --json result.json",
     "advise": "segue advise smollm2 --measure --rate 0.5 --input-tokens 128-1024 --slo-itl-ms 100",
     "doctor": "segue doctor --registry http://10.0.0.1:8998 --secret-file segue.secret --json report.json",
+    "keys": "segue keys tls --part prefill=10.0.0.1 --part decode=10.0.0.2,decode.example",
     "version": "segue version",
 }
 
@@ -41,6 +42,7 @@ _GROUPS = {
     "start": ("serve", "prefill", "decode", "unified", "frontend"),
     "look at a running fleet and steer it": ("ps", "explain", "drain", "resume", "switch"),
     "measure and plan": ("bench", "advise", "doctor", "sim"),
+    "prepare": ("keys",),
     "about segue": ("version",),
 }
 
@@ -105,6 +107,7 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
     doctor.add_argument(
         "--json", metavar="FILE", nargs="?", const="-", help="write the report as JSON (default: print it)"
     )
+    _keys_arguments(command("keys", "issue certificates for mutual TLS between the parts", _keys))
     command("version", "print the version", _version)
     listed = "\n\n".join(
         f"{group}:\n" + "\n".join(f"  {name:<10}{made[name].description}" for name in names)
@@ -216,6 +219,18 @@ def _advise(args: argparse.Namespace) -> int:
     from segue.cli.commands.advise import run
 
     return run(args)
+
+
+def _keys_arguments(command: argparse.ArgumentParser) -> None:
+    from segue.cli.commands.keys_flags import add_arguments
+
+    add_arguments(command)
+
+
+def _keys(args: argparse.Namespace) -> int:
+    from segue.cli.commands.issue_keys import keys
+
+    return keys(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

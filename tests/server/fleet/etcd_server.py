@@ -94,9 +94,11 @@ class EtcdServer:
         """Its data is lost; it must not run."""
         shutil.rmtree(self.folder / "data")
 
-    def ask(self, method: str, **body: object) -> dict[str, object]:
-        """A call of the JSON gateway."""
-        answer = httpx.post(f"{self._here}/v3/{method}", json=body, timeout=10, verify=self._verify)
+    def ask(self, method: str, token: object = None, **body: object) -> dict[str, object]:
+        """A call of the JSON gateway, as the user of `token`."""
+        headers = {"Authorization": str(token)} if token else {}
+        url = f"{self._here}/v3/{method}"
+        answer = httpx.post(url, json=body, timeout=10, verify=self._verify, headers=headers)
         answer.raise_for_status()
         found: dict[str, object] = answer.json()
         return found

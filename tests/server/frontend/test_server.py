@@ -21,7 +21,7 @@ from segue.server.frontend.http_server import bind
 from segue.server.frontend.keys import ApiKeys
 from segue.server.observe.metrics import Metrics
 from segue.server.settings.commands import FrontendConfig
-from segue.server.settings.shared_config import AnswersConfig, LimitsConfig
+from segue.server.settings.shared_config import AnswersConfig, ClientsConfig, LimitsConfig
 
 NO_KEYS = ApiKeys(())
 SHORT_DRAIN = LimitsConfig(drain_s=0.1)
@@ -156,6 +156,53 @@ def test_ready_after_the_canary_then_serving_then_a_drain(model_folder: Path) ->
                 assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
             await frontend
         for leader in (prefill, decode):
+            await leader.node.close()
+
+    asyncio.run(main())
+
+
+def test_a_frontend_with_a_delay_is_not_ready_but_answers_until_it_is_over(model_folder: Path) -> None:
+    async def main() -> None:
+        registry, stop = FakeRegistry(), asyncio.Event()
+        ready: asyncio.Queue[str] = asyncio.Queue()
+        delayed = ClientsConfig(shutdown_delay_s=3600)
+        frontend = asyncio.create_task(
+            frontend_of(model_folder, registry, stop, on_ready=ready.put_nowait, clients=delayed)
+        )
+        async with asyncio.timeout(120):
+            prefill, decode = Leader(Role.PREFILL), Leader(Role.DECODE)
+            for leader in (prefill, decode):
+                registry.put(await leader.start())
+            async with httpx.AsyncClient(base_url=await ready.get(), timeout=60) as http:
+                stop.set()
+                while (answer := await http.get("/ready")).status_code == 200:
+                    pass
+                assert "ends soon" in answer.json()["reason"]
+                assert "segue_ready 0.0" in (await http.get("/metrics")).text
+                answer = await http.post("/v1/chat/completions", json=CHAT)
+                assert answer.json()["usage"]["completion_tokens"] == 3
+        frontend.cancel()  # as the second signal does
+        await asyncio.gather(frontend, return_exceptions=True)
+        for leader in (prefill, decode):
+            await leader.node.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("delay_s", "serves"), [(0.05, True), (3600.0, False)])
+def test_a_delay_ends_and_a_frontend_that_never_was_ready_has_none(
+    model_folder: Path, delay_s: float, serves: bool
+) -> None:
+    async def main() -> None:
+        registry, stop = FakeRegistry(), asyncio.Event()
+        leaders = [Leader(Role.PREFILL), Leader(Role.DECODE)] if serves else []
+        told = {"on_ready" if serves else "on_listening": lambda _url: stop.set()}
+        for leader in leaders:
+            registry.put(await leader.start())
+        async with asyncio.timeout(120):
+            clients = ClientsConfig(shutdown_delay_s=delay_s)
+            await frontend_of(model_folder, registry, stop, clients=clients, **told)
+        for leader in leaders:
             await leader.node.close()
 
     asyncio.run(main())

@@ -9,13 +9,21 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from deployment import VOCAB, Deployment, deployment
+from deployment import LIMITS, VOCAB, Deployment, deployment
 
 from segue.engine.engine_api import Engine
-from segue.kv.errors import BootstrapTimeout, BootstrapUnreachable, ErrorCode, OutOfCapacity, SegueError
+from segue.kv.errors import (
+    BootstrapTimeout,
+    BootstrapUnreachable,
+    ErrorCode,
+    Internal,
+    OutOfCapacity,
+    SegueError,
+)
 from segue.kv.ids import FinishReason, Role
 from segue.kv.transport.memory.pool_memory import Memory, allocate
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
+from segue.server.fleet.operator import operator
 from segue.server.instance import instance as instance_module
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord
@@ -149,6 +157,53 @@ def test_who_finds_an_instance_in_the_registry_finds_its_door_open(monkeypatch: 
     monkeypatch.setattr(RegistryClient, "register", registered)
     with deployment(Role.UNIFIED, http_port=0):
         assert steps == ["door", "registered"]
+
+
+def test_an_instance_is_ready_once_it_has_registered_and_until_it_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    early: list[httpx.Response] = []
+    urls: list[str] = []
+    start, register = instance_module.start_http, RegistryClient.register
+
+    def opened(*args: Any, **options: Any) -> Any:
+        server = start(*args, **options)
+        urls.append("http://{}:{}/ready".format(*server.address))
+        return server
+
+    async def registered(self: RegistryClient, record: InstanceRecord) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            early.append(await http.get(urls[-1]))
+        await register(self, record)
+
+    monkeypatch.setattr(instance_module, "start_http", opened)
+    monkeypatch.setattr(RegistryClient, "register", registered)
+    with deployment(Role.UNIFIED, http_port=0) as made:
+        [running], [url] = made.running, urls
+
+        def ready() -> tuple[int, str]:
+            answer = httpx.get(url, timeout=60)
+            assert answer.json()["ready"] is (answer.status_code == 200)
+            return answer.status_code, answer.json()["reason"]
+
+        assert early[0].status_code == 503
+        assert early[0].headers["retry-after"] == "1"
+        assert "has not registered" in early[0].json()["reason"]
+        running.ask()  # the leader runs
+        assert ready() == (200, "ready")
+        for draining, answer in ((True, (503, "the instance is draining")), (False, (200, "ready"))):
+            made.io.call(steer(f"http://127.0.0.1:{made.registry.port}", draining), 60)
+            assert ready() == answer
+        running.instance.failure = Internal("a rank is lost")
+        status, reason = ready()
+        assert status == 503
+        assert "a rank is lost" in reason
+
+
+async def steer(url: str, draining: bool) -> None:
+    async with operator(url, secret=None, limits=LIMITS.limits(), tls=None) as one:
+        [record] = await one.instances()
+        await one.steer(record, draining=draining, timeout_s=60)
 
 
 @pytest.mark.parametrize(("pages", "context", "said"), [(32, 4096, 128), (256, 512, 512)])

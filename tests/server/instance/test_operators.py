@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from segue.server.instance.instance_http import InstanceStatus
 from segue.server.messages.operate import PairStatus, Status
 from segue.server.observe.integrity_report import NodeState
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue.server.settings.shared_config import TlsConfig
+from segue.server.supervisor.local_deployments import announced_instance, runtime_folder
 
 PROMPT = list(range(40))
 
@@ -161,6 +164,71 @@ def test_a_drain_that_does_not_end_in_time_says_what_is_left(
     serve_one(made, "after")
 
 
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder of this test alone for what processes write about themselves."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("MAINPID", raising=False)
+
+
+def control(running: Running) -> str:
+    return "{}:{}".format(*running.instance.plane.address)
+
+
+def test_the_one_instance_here_is_drained_without_a_name(
+    made: Deployment, runtime: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the settings that it was given, whatever the variables of its pod say."""
+    monkeypatch.setenv("SEGUE_REGISTRY", "http://127.0.0.1:1")
+    d = one(made, Role.DECODE)
+    with announced_instance([control(d)], None, TlsConfig()):
+        assert main(["drain", "--self"]) == 0
+        assert f"decode {d.instance.me} drained" in capsys.readouterr().out
+        for draining, service in ((0, "1"), (1, str(os.getpid()))):  # systemd names the service's process
+            monkeypatch.setenv("MAINPID", service)
+            assert main(["drain", "--self"]) == (0 if draining else 2)
+    assert "here are: none" in capsys.readouterr().err
+    assert main(["drain", "--self"]) == 2
+
+
+@pytest.mark.slow
+def test_a_drain_of_the_instance_here_that_is_not_over_in_time_is_no_success(
+    made: Deployment, runtime: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    p, d = one(made, Role.PREFILL), one(made, Role.DECODE)
+    made.front.submit("held", PROMPT, p.instance, d.instance, only=d.instance)
+    made.has(d.instance)
+    with announced_instance([control(d)], None, TlsConfig()):
+        assert main(["drain", "--self", "--timeout", "5"]) == 1
+    said = capsys.readouterr()
+    assert f"decode {d.instance.me} draining: running 0, waiting 1" in said.out
+    assert "is draining after 5 s: 1 requests are left" in said.err
+    made.front.cancel("held", d.instance)
+
+
+def test_of_several_instances_here_none_is_drained(
+    made: Deployment, runtime: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    p, d = one(made, Role.PREFILL), one(made, Role.DECODE)
+    with announced_instance([control(d)], None, TlsConfig()):
+        [file] = runtime_folder().iterdir()
+        second = file.read_text().replace(control(d), control(p))
+        (runtime_folder() / "0.instance").write_text(second)
+        assert main(["drain", "--self"]) == 2
+    said = capsys.readouterr().err
+    assert control(d) in said
+    assert control(p) in said
+    assert not any(running.instance.scheduler.admission.draining for running in made.running)
+
+
+@pytest.mark.parametrize("words", [["drain"], ["drain", "--self", "aaaa"], ["resume", "--self"]])
+def test_either_an_instance_is_named_or_it_is_the_one_here(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert "INSTANCE" in capsys.readouterr().err
+
+
 def test_an_instance_that_does_not_answer_is_a_row_that_says_so(
     made: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,7 +281,7 @@ def test_who_has_another_secret_steers_nobody(made: Deployment, tmp_path: Path) 
 
 
 def test_names_that_fit_none_or_several_are_refused(
-    made: Deployment, capsys: pytest.CaptureFixture[str]
+    made: Deployment, runtime: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["drain", "zzzz", "--registry", url(made)]) == 1
     assert "no instance 'zzzz' is registered" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from segue.server.messages.operate import OperatorMessage
 from segue.server.registry import address_backend
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord
-from segue.server.settings.registry_address import check_url, registry_places
+from segue.server.settings.registry_address import EtcdUser, check_url, registry_places, registry_user
 
 #: An address that is slow to answer is waited for: nobody is shown without it.
 LIMITS = Limits(connect_s=60.0, handshake_s=60.0)
@@ -220,6 +220,26 @@ async def test_instances_start_with_nobody_there_and_rooms_are_refused_with_what
 def test_an_address_that_is_none_is_refused_with_the_forms_that_there_are(url: str) -> None:
     with pytest.raises(ConfigError, match="etcd://HOST:PORT"):
         check_url(url, encrypted=False)
+
+
+def test_the_user_of_an_etcd_has_a_file_with_a_password_beside_the_addresses() -> None:
+    url = "etcd://segue@10.0.0.1:1,10.0.0.2:2?password-file=/run/etcd"
+    check_url(url, encrypted=False)
+    assert registry_places(url) == [("10.0.0.1", 1), ("10.0.0.2", 2)]
+    assert registry_user(url) == EtcdUser("segue", "/run/etcd")
+    assert registry_user("etcd://10.0.0.1:1") is None
+    for wrong in (
+        "etcd://segue@a:1",
+        "etcd://a:1?password-file=/run/etcd",
+        "etcd://segue@a:1?password-file=etcd",
+        "etcd://segue@a:1?pass=/run/etcd",
+        "etcd://segue:word@a:1?password-file=/run/etcd",
+    ):
+        with pytest.raises(ConfigError, match="an etcd with users must look like"):
+            check_url(wrong, encrypted=False)
+    for other in ("http://segue@a:1", "static://segue@a:1", "dns://a:1?password-file=/x"):
+        with pytest.raises(ConfigError, match="must look like"):
+            check_url(other, encrypted=False)
 
 
 def test_addresses_of_ipv6_stand_in_brackets() -> None:

@@ -332,6 +332,50 @@ def test_etcd_under_mutual_tls_serves_as_without_and_who_does_not_fit_is_told_wh
 
 
 @etcd
+async def test_etcd_with_users_serves_who_has_the_password_also_after_tokens_are_lost(
+    server: EtcdServer,
+) -> None:
+    """A restart loses the tokens, as minutes without a question do."""
+    server.ask("auth/user/add", name="root", password="of root")
+    server.ask("auth/user/add", name="segue", password="first")
+    server.ask("auth/user/grant", user="root", role="root")
+    server.ask("auth/role/add", name="segue")
+    key, end = (base64.b64encode(name).decode() for name in (b"/segue/", b"/segue0"))
+    permission = {"permType": "READWRITE", "key": key, "range_end": end}
+    server.ask("auth/role/grant", name="segue", perm=permission)
+    server.ask("auth/user/grant", user="segue", role="segue")
+    server.ask("auth/enable")
+    file = server.folder / "password"
+    url = server.url.replace("//", "//segue@") + f"?password-file={file}"
+
+    async def refused(url: str) -> str:
+        other = RegistryClient(url, secret=SECRET, limits=LIMITS)
+        with pytest.raises(SegueError) as failed:
+            await other.register(record(B, port=9001))
+        await other.aclose()
+        assert not failed.value.info.retryable
+        return failed.value.info.text
+
+    assert "password" not in await refused(server.url)
+    assert f"{file} of --registry cannot be read" in await refused(url)
+    file.write_text("wrong\n")
+    assert "invalid user ID or password" in await refused(url)
+    file.write_text("first\n")
+    async with fleet(url) as one:
+        seen = await one.begin()
+        await one.instance.register_room(7, LeaderId(A), ttl_s=60)
+        assert await one.watcher.resolve_room(7, DEADLINE_S) == LeaderId(A)
+        server.kill()
+        await asyncio.gather(one.errors.heard(), one.watch_errors.heard())
+        await asyncio.to_thread(server.start)
+        # Users that change make every token of before worthless.
+        root = server.ask("auth/authenticate", name="root", password="of root")["token"]
+        server.ask("auth/user/changepw", token=root, name="segue", password="second")
+        file.write_text("second\n")
+        await one.leave(seen)
+
+
+@etcd
 async def test_who_gives_certificates_and_has_an_etcd_without_is_told_so(server: EtcdServer) -> None:
     tls = Authority(server.folder).issue().load()
     client = RegistryClient(server.url, secret=SECRET, limits=LIMITS, tls=tls)

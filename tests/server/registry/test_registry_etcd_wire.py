@@ -8,6 +8,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ import pytest
 from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
+    ConfigError,
     OutOfCapacity,
     PeerRefused,
     Unauthorized,
@@ -24,6 +26,7 @@ from segue.kv.limits import Limits
 from segue.server.registry import backends
 from segue.server.registry import etcd as module
 from segue.server.registry.etcd import Compacted, Etcd, Kv, NoLease
+from segue.server.settings.registry_address import EtcdUser
 
 PLACES = [("10.0.0.1", 1), ("10.0.0.2", 2), ("fd00::1", 3)]
 DEADLINE_S = 60.0
@@ -197,6 +200,43 @@ def test_a_member_that_cannot_answer_is_passed_over_and_each_is_asked_once(
         for _ in range(2):
             assert await etcd.grant(1) == 5
         assert [host for host, *_ in asked] == ["10.0.0.1", "10.0.0.2", "10.0.0.2"], "it stays with that one"
+
+    asyncio.run(main())
+
+
+def test_a_user_logs_in_once_and_again_where_the_token_is_not_known_any_more(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("word\n")
+    shown: list[str | None] = []
+    tokens = ["old", "new", "newest"]
+    logins: list[Any] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v3/auth/authenticate":
+            logins.append(json.loads(request.content))
+            assert "authorization" not in request.headers
+            return httpx.Response(200, json={"token": tokens.pop(0)})
+        shown.append(request.headers.get("authorization"))
+        if shown[-1] == "old":
+            return httpx.Response(401, json={"error": "etcdserver: invalid auth token", "code": 16})
+        if request.url.path == "/v3/lease/keepalive":
+            return httpx.Response(400, json={"error": "revision of auth store is old", "code": 3})
+        return httpx.Response(200, json={"ID": "7", "TTL": "9"})
+
+    async def main() -> None:
+        user = EtcdUser("me", str(tmp_path / "password"))
+        etcd = Etcd(PLACES, Limits(), None, httpx.MockTransport(handle), user)
+        assert await asyncio.gather(etcd.grant(9), etcd.grant(9)) == [7, 7]
+        assert await etcd.grant(9) == 7
+        assert logins == [{"name": "me", "password": "word"}] * 2
+        assert shown[0] == "old"
+        assert shown.count("new") == 3
+        # A fresh token that is refused is not tried for ever.
+        with pytest.raises(BootstrapUnreachable, match="that it has just given"):
+            await etcd.keep_alive(7)
+        (tmp_path / "password").write_text("\n")
+        with pytest.raises(ConfigError, match="must hold one line"):
+            await etcd._login("newest")
+        await etcd.close()
 
     asyncio.run(main())
 

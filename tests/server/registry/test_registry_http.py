@@ -97,6 +97,7 @@ def test_register_list_drain_and_leave() -> None:
             assert (await http.delete(rank())).status_code == 200
             assert not (await http.get("/v1/instances")).json()["instances"]
             assert (await http.get("/v1/health")).json() == {"status": "ok"}
+            assert (await http.get("/ready")).json() == {"ready": True, "reason": "ready"}
 
     asyncio.run(main())
 

@@ -33,6 +33,7 @@ from segue.server.observe.traces import traces
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord
 from segue.server.settings.commands import FrontendConfig
+from segue.server.supervisor import service_manager
 from segue.server.supervisor.lifeline import Lifeline
 
 log = logging.getLogger("segue.frontend")
@@ -131,6 +132,8 @@ async def _serve(
         )
         telling = background(lifeline.follow(fleet.await_restarted), name="news of restarts", failed=_say)
         closing.callback(telling.cancel)
+        watchdog = background(service_manager.feed_watchdog(), name="watchdog", failed=_say)
+        closing.callback(watchdog.cancel)
         trace = passed_on if spans is None else lambda parent: TraceContext(parent, spans.context(parent))
         await server.run_frontend(
             config,
@@ -223,6 +226,8 @@ async def drain_signals(*, supervised: bool) -> AsyncIterator[asyncio.Event]:
     def on_signal() -> None:
         if stop.is_set() and not supervised:
             task.cancel()
+        if not stop.is_set():
+            service_manager.stopping()
         stop.set()
 
     numbers = (signal.SIGINT, signal.SIGTERM)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
@@ -13,15 +14,15 @@ import msgspec
 
 from segue.cli import flags
 from segue.cli.commands.operate_flags import seconds
-from segue.kv import ConfigError, LeaderId, Limits, NotFound, Role, SegueError
+from segue.kv import ConfigError, LeaderId, Limits, NotFound, PeerLost, Role, SegueError
 from segue.kv.session import tls_from_files
 from segue.server.fleet.life import Life, describe_life
 from segue.server.fleet.operator import Operator, Row, operator
 from segue.server.messages.operate import PairStatus, Status
 from segue.server.messages.records import MAX_RECORDS, MAX_RECORDS_BYTES
-from segue.server.registry.registry_records import ReplicaRecord
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.settings.commands import OperatorConfig
-from segue.server.supervisor.local_deployments import local_deployments
+from segue.server.supervisor.local_deployments import local_deployments, local_instances
 
 #: Digits of an incarnation that are shown.
 DIGITS = 8
@@ -29,7 +30,10 @@ DIGITS = 8
 
 def operate(args: argparse.Namespace) -> int:
     """Run one of the commands; the exit status. Raises SegueErrors."""
-    fleets = reached(flags.load(OperatorConfig, args.command, args))
+    config = flags.load(OperatorConfig, args.command, args)
+    if args.command == "drain" and args.self_:
+        return asyncio.run(_drain_self(own_instance(config), seconds(args.timeout)))
+    fleets = reached(config)
     if args.command == "ps":
         return asyncio.run(_ps(fleets, as_json=args.json))
     if args.command == "explain":
@@ -53,6 +57,42 @@ def reached(config: OperatorConfig) -> dict[str, OperatorConfig]:
             "no deployment of this user runs on this host: start one with segue serve, or give --registry"
         )
     return found
+
+
+def own_instance(config: OperatorConfig) -> OperatorConfig:
+    """The fleet of the one instance that runs here: in this pod, or as the service that systemd stops. Raises
+    ConfigError without any, or with several."""
+    found = local_instances()
+    if (service := os.environ.get("MAINPID")) is not None:  # systemd sets it for ExecStop=
+        found = [here for here in found if str(here.pid) == service]
+    if len(found) != 1:
+        there = ", ".join(here.registry.partition("://")[2] for here in found) or "none"
+        raise ConfigError(
+            f"--self needs one instance of this user on this host, started by segue prefill, decode or "
+            f"unified, and here are: {there}"
+        )
+    [here] = found
+    return replace(config, registry=here.registry, secret_file=here.secret_file, tls=here.tls)
+
+
+async def _drain_self(config: OperatorConfig, timeout_s: float) -> int:
+    async with _operator(config) as operator:
+        records = await operator.instances()
+        if not records:
+            raise PeerLost(f"the instance at {config.registry} does not answer")
+        for record in records:
+            await operator.steer(record, draining=True, timeout_s=timeout_s, say=_printed(record))
+    return 0
+
+
+def _printed(record: InstanceRecord) -> Callable[[ReplicaRecord, Status], None]:
+    """Prints each answer of a leader of `record`."""
+
+    def say(where: ReplicaRecord, sight: Status) -> None:
+        who = f"{record.role} {LeaderId(record.incarnation, where.dp_rank)}"
+        print(f"{who} {sight.state}: {_holding(sight)}", flush=True)
+
+    return say
 
 
 async def _ps(fleets: Mapping[str, OperatorConfig], *, as_json: bool) -> int:
@@ -136,11 +176,7 @@ async def _steer(
 ) -> int:
     async with _operator(await _with_instance(fleets, name)) as operator:
         record = await operator.named(name)
-
-        def say(where: ReplicaRecord, sight: Status) -> None:
-            who = f"{record.role} {LeaderId(record.incarnation, where.dp_rank)}"
-            print(f"{who} {sight.state}: {_holding(sight)}", flush=True)
-
+        say = _printed(record)
         if role is None:
             await operator.steer(record, draining=draining, timeout_s=timeout_s, say=say)
         else:

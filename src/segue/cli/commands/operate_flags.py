@@ -23,9 +23,21 @@ def add_arguments(command: flags.Parser) -> None:
     if name in ("ps", "explain"):
         command.add_argument("--json", action="store_true", help="print all that is known, as JSON")
         return
-    command.add_argument(
-        "instance", metavar="INSTANCE", help="first digits of its name, as segue ps shows it"
+    named = command.add_mutually_exclusive_group(required=True) if name == "drain" else command
+    named.add_argument(
+        "instance",
+        metavar="INSTANCE",
+        nargs="?" if name == "drain" else None,
+        help="first digits of its name, as segue ps shows it",
     )
+    if name == "drain":
+        named.add_argument(
+            "--self",
+            dest="self_",
+            action="store_true",
+            help="drain the instance of this pod or host, by what it has written about itself: for a preStop "
+            "hook, or ExecStop= of systemd; needs no --registry",
+        )
     if name == "switch":
         roles = ("prefill", "decode", "unified")
         command.add_argument("role", metavar="ROLE", choices=roles, help=f"its new role: {', '.join(roles)}")

@@ -14,7 +14,6 @@ import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from segue.cli import flags, logs
@@ -29,11 +28,13 @@ from segue.server.instance.gc import frozen_imports
 from segue.server.instance.host import this_host
 from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import argv, nearest
+from segue.server.settings.registry_address import bracket
 from segue.server.settings.shared_config import AccessConfig, TlsConfig
+from segue.server.supervisor import service_manager
 from segue.server.supervisor.console import Console, LogFolder
 from segue.server.supervisor.dp_rank_processes import RankProcesses
 from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready
-from segue.server.supervisor.local_deployments import announced
+from segue.server.supervisor.local_deployments import announced, announced_instance
 from segue.server.supervisor.process_tree import MARGIN_S, THREAD_VARIABLES, ServeResult
 from segue.server.supervisor.supervisor import Supervisor, check_port
 
@@ -42,6 +43,8 @@ log = logging.getLogger("segue.cli")
 NO_MEMORY = "out of memory; give a lower --kv-gib, fewer instances, or a --dtype with fewer bytes"
 #: Where the parts of `segue serve` find each other.
 LOOPBACK = "127.0.0.1"
+#: Addresses to listen at, and where this host reaches them.
+WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1"}
 
 
 def serve(config: ServeConfig) -> int:
@@ -186,6 +189,7 @@ def announce_ready(console: Console, url: str, model: str, access: AccessConfig 
         start = f"{shlex.quote(sys.executable)} -m segue.cli.main"
     console.say(f"look: {start} ps")
     console.announce(f"ready {url}")
+    service_manager.ready(url)
 
 
 def instance(args: argparse.Namespace) -> int:
@@ -203,18 +207,19 @@ def instance(args: argparse.Namespace) -> int:
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
         from segue.server.instance.registry_link import registry_of
 
-        with registry_of(config) as found:
+        with registry_of(config) as found, contextlib.ExitStack() as listed:
             if found is None:
                 log.info("event=stopped_before_the_registry_was_there")
                 return 0
             found = _located(found, threads, _dtype(found.engine.dtype, quiet=lifeline.supervised))
             if found.leaders > 1:
-                return serve_ranks(found, lifeline)
+                return serve_ranks(found, lifeline, listed)
             from segue.server.instance.role_lifecycle import run_instance
 
             def serving(now: InstanceConfig, url: str, door: str) -> None:
                 if not lifeline.supervised:
                     logs.configure(now.log.log_level, now.label)  # it may have been switched
+                    list_instance(listed, now, [url])
                 report_ready(lifeline, now.label, url, now.role, door)
 
             return run_instance(found, on_ready=serving, supervised=lifeline.supervised)
@@ -222,13 +227,32 @@ def instance(args: argparse.Namespace) -> int:
     return run_child(lifeline, run)
 
 
-def serve_ranks(config: InstanceConfig, lifeline: Lifeline) -> int:
+def list_instance(listed: contextlib.ExitStack, config: InstanceConfig, urls: Sequence[str]) -> None:
+    """Let `segue drain --self` find an instance with leaders at `urls` until `listed` is closed."""
+    addresses = []
+    for url in urls:
+        host, _, port = url.rpartition(":")
+        if config.tls.enabled:  # its certificate is for this one
+            host = config.peer_host
+        elif host in WILDCARDS:
+            host = WILDCARDS[host]
+        addresses.append(f"{bracket(host)}:{port}")
+    try:
+        listed.enter_context(announced_instance(addresses, config.secret_file, config.tls))
+    except (OSError, ConfigError) as exc:
+        log.info("segue drain --self does not find this instance: %s", exc)
+
+
+def serve_ranks(config: InstanceConfig, lifeline: Lifeline, listed: contextlib.ExitStack) -> int:
     """Run each DP rank of an instance in a process of its own; the exit status."""
     console = Console()
     logs.configure(config.log.log_level, "" if lifeline.supervised else config.label, console)
 
     async def run() -> ServeResult:
-        say = partial(report_ready, lifeline, config.label, say=console.announce)
+        def say(urls: str) -> None:
+            list_instance(listed, config, urls.split(","))
+            report_ready(lifeline, config.label, urls, say=console.announce)
+
         return await RankProcesses(config, child_command, say, console=console).run()
 
     outcome = asyncio.run(run())
@@ -280,7 +304,7 @@ def frontend(args: argparse.Namespace) -> int:
     def run() -> int:
         config = flags.with_secret(flags.load(FrontendConfig, "frontend", args))
         logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
-        lifeline.watch(config.limit.drain_s + MARGIN_S)
+        lifeline.watch(config.clients.shutdown_delay_s + config.limit.drain_s + MARGIN_S)
         if not lifeline.supervised:
             check_port(config.host, config.port)
         logs.event(log, "config", **config.derived())
@@ -319,7 +343,8 @@ def report_ready(
     door: str = "",
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Tell the supervisor, or the person who started this process by hand."""
+    """Tell the supervisor, or the person or the service manager who started this process."""
+    service_manager.ready(url or label)
     if lifeline.supervised:
         lifeline.report(Ready(url, role, door))
     elif say is not None:

@@ -83,6 +83,7 @@ from segue.server.frontend.responses_api import (
 from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults
 from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
 from segue.server.frontend.trace_context import TraceContext, passed_on, traceparent_of
+from segue.server.http.readiness import readiness
 from segue.server.messages.records import Records, RequestRecord, Step
 from segue.server.observe.integrity_report import NodeState, busy, process_facts
 from segue.server.observe.metrics import CONTENT_TYPE, Metrics
@@ -157,6 +158,8 @@ class OpenAIServer:
         sys.setswitchinterval(_SWITCH_S)
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
         self._in_threads = 0
+        #: Why `/ready` is 503 while requests are still answered: the process is about to end.
+        self.leaving = ""
         self._calls: set[HttpCall] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -559,15 +562,14 @@ class OpenAIServer:
         return self._json(request, {"status": "ok"})
 
     async def ready(self, request: HttpRequest) -> Response:
-        ready = self.backend.can_serve and self.backend.proven
-        why = (
-            "ready"
-            if ready
-            else "no request has completed on the workers that are here"
-            if self.backend.can_serve
-            else self.backend.lacking().info.text
-        )
-        return self._json(request, {"ready": ready, "reason": why}, 200 if ready else 503)
+        status, body = readiness(self._lacking())
+        return self._json(request, body, status)
+
+    def _lacking(self) -> str:
+        """Why no new client should come here now; empty: it may."""
+        if self.leaving or not self.backend.can_serve:
+            return self.leaving or self.backend.lacking().info.text
+        return "" if self.backend.proven else "no request has completed on the workers that are here"
 
     async def integrity(self, request: HttpRequest) -> Response:
         tables = {"calls": self.calls, "bodies": self.memory.used_bytes, **self.backend.sizes()}
@@ -589,7 +591,7 @@ class OpenAIServer:
         return self._json(request, {"version": __version__})
 
     async def scrape(self, request: HttpRequest) -> Response:
-        self.metrics.ready.set(self.backend.can_serve and self.backend.proven)
+        self.metrics.ready.set(not self._lacking())
         return Response(self.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
     def _json(self, request: HttpRequest, body: object, status: int = 200) -> Response:

@@ -15,6 +15,7 @@ from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
 from segue.server.frontend.http_server import HttpServer, bind
 from segue.server.frontend.keys import ApiKeys, KeyCheck
 from segue.server.frontend.origins import Origins
+from segue.server.http.readiness import readiness
 from segue.server.observe.metrics import Metrics
 from segue.server.settings.shared_config import ClientsConfig
 
@@ -67,6 +68,6 @@ class FrontendListener:
             await call.answer(200, {"status": "ok"})
         elif path == "/ready":
             again = ((b"retry-after", b"%d" % error.retry_after_s),)
-            await call.answer(error.status, {"ready": False, "reason": error.info.text}, headers=again)
+            await call.answer(*readiness(error.info.text), headers=again)
         else:
             await call.fail(error)

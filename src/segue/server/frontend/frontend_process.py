@@ -44,11 +44,11 @@ async def run_frontend(
     on_listening: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve what `backend` generates until `stop` is set, then drain: new requests get 503, running ones have
-    `--drain-s`. Starts `backend` and closes it; `metrics` and `records` are the process's, `trace` makes a
-    request's trace context of the client's. `model_folder` holds the tokenizer and `config.json`. Without
-    `keys` everybody who can reach the port may ask. `listener` is the port if it is open already; it is
-    closed at the end.
+    """Serve what `backend` generates until `stop` is set, and then for `--shutdown-delay-s` with `/ready` at
+    503 if it ever was ready. Then drain: new requests get 503, running ones have `--drain-s`. Starts
+    `backend` and closes it; `metrics` and `records` are the process's, `trace` makes a request's trace
+    context of the client's. `model_folder` holds the tokenizer and `config.json`. Without `keys` everybody
+    who can reach the port may ask. `listener` is the port if it is open already; it is closed at the end.
 
     `on_listening` and `on_ready` are called once with the URL: when requests are placed, and when the first
     canary has succeeded. Raises ConfigError before anything is served. Cancelling ends at once.
@@ -92,8 +92,15 @@ async def run_frontend(
     canary = tokenizer.encode("Hello", special=True)[:8] or [0]
     proving = awaited(keep_proving(backend, canary), name="canary")
     unannounced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ready = asyncio.Event()
+
+    def announce(url: str) -> None:
+        ready.set()
+        if on_ready is not None:
+            on_ready(url)
+
     announcing = background(
-        _announce(backend, url, on_ready), name="announcing", failed=unannounced.set_exception
+        _announce(backend, url, announce), name="announcing", failed=unannounced.set_exception
     )
     stopping = awaited(stop.wait(), name="stop")
     try:
@@ -104,6 +111,15 @@ async def run_frontend(
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopping}:
             task.result()
+        if config.clients.shutdown_delay_s and ready.is_set():
+            api.leaving = "this frontend ends soon; ask another"
+            log.info("event=leaving serves_on_s=%g", config.clients.shutdown_delay_s)
+            ends.remove(stopping)
+            done, _ = await asyncio.wait(
+                ends, timeout=config.clients.shutdown_delay_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
         await _drain(backend, api, drain_s)
     finally:
         for task in (proving, announcing, stopping):
@@ -114,12 +130,11 @@ async def run_frontend(
         api.close()
 
 
-async def _announce(backend: Backend, url: str, on_ready: Callable[[str], None] | None) -> None:
+async def _announce(backend: Backend, url: str, on_ready: Callable[[str], None]) -> None:
     while not (backend.can_serve and backend.proven):
         await backend.changed()
     log.info("ready %s", url)
-    if on_ready is not None:
-        on_ready(url)
+    on_ready(url)
 
 
 async def keep_proving(backend: Backend, prompt: list[int], *, budget_s: float = 30.0) -> None:

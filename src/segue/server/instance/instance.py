@@ -64,6 +64,7 @@ from segue.server.schedulers.prefill import PrefillScheduler
 from segue.server.schedulers.scheduler import Scheduler
 from segue.server.schedulers.unified import UnifiedScheduler
 from segue.server.settings.commands import InstanceConfig
+from segue.server.supervisor import service_manager
 
 log = logging.getLogger("segue.instance")
 
@@ -148,6 +149,7 @@ class Instance:
         #: changes for the registry, sent one after the other
         self._draining = False
         self._telling = asyncio.Event()
+        self._registered = False
         self._registry: Registry | None = None
         self._publisher: KVPublisher | None = None
         self.http: GuardedServer | None = None
@@ -216,6 +218,12 @@ class Instance:
 
     def _ask_load(self, answer: Callable[[Load], None]) -> None:
         self.leader.inbox.put(Inspect(lambda scheduler: self.plane.io.post(answer, scheduler.load())))
+
+    async def _answers(self) -> None:
+        """Returns when the leader has."""
+        answered = asyncio.Event()
+        self._ask_load(lambda _load: answered.set())
+        await answered.wait()
 
     def _find(self, request_id: str, answer: Callable[[list[RequestRecord]], None]) -> None:
         def look(scheduler: Scheduler) -> None:
@@ -305,7 +313,9 @@ class Instance:
             say=log.warning,
         ):
             return False
+        self._registered = True
         self._spawn(registry.keep_alive(self.me.incarnation), "keep-alive")
+        self._spawn(service_manager.feed_watchdog(answers=self._answers), "feeding the watchdog")
         self._spawn(self._tell_registry(), "telling the registry whether it drains")
         if self.manager is not None and config.role is Role.DECODE:
             self._spawn(follow_prefill(registry, self.manager), "watch")
@@ -365,7 +375,18 @@ class Instance:
                 {} if self._direct_server is None else self._direct_server.tables(),
             ),
             paths=dict if manager is None else manager.paths,
+            lacking=self._lacking,
         )
+
+    def _lacking(self) -> str:
+        """Why nobody should send requests here now; empty: everybody may."""
+        if self.failure is not None:
+            return f"a part has failed: {self.failure}"
+        if self._stop.is_set() or self._draining:
+            return "the instance is leaving" if self._stop.is_set() else "the instance is draining"
+        if not self._registered:
+            return "the instance has not registered yet: its registry does not answer"
+        return "" if self.leader.running else "the instance is starting"
 
     def _record(self) -> InstanceRecord:
         port = self.config.advertise_port or self.plane.address[1]
@@ -432,9 +453,9 @@ class Instance:
         self.plane.io.post(self._say_draining)
 
     def _say_draining(self, draining: bool = True) -> None:
+        # Without a registry the leader still refuses what is new, and leaves when it is done.
+        self._draining = draining
         if self._registry is not None:
-            # Without the registry's ear the leader still refuses what is new, and leaves when it is done.
-            self._draining = draining
             self._telling.set()
 
     async def _tell_registry(self) -> None:

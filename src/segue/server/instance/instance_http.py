@@ -24,6 +24,7 @@ from segue.server.direct.direct_routes import LazyDirectServer, direct_routes
 from segue.server.frontend.http_server import public_guard
 from segue.server.frontend.keys import ApiKeys, KeyCheck
 from segue.server.http.guarded_http import Guard, GuardedServer
+from segue.server.http.readiness import readiness
 from segue.server.messages.control import Load
 from segue.server.observe.integrity_report import NodeState
 from segue.server.observe.metrics import CONTENT_TYPE
@@ -35,7 +36,8 @@ _JSON = "application/json"
 class InstanceStatus:
     """The values that the server shows; each function is called on the I/O thread for a request. `counts` are
     table sizes and counters by name, `alive` whether the leader's loop still runs, `integrity` the full
-    check, `paths` the speed to each peer."""
+    check, `paths` the speed to each peer, `lacking` why no request should be sent here now, if there is a
+    reason."""
 
     about: dict[str, object]
     load: Callable[[], Load | None]
@@ -43,6 +45,7 @@ class InstanceStatus:
     alive: Callable[[], bool]
     integrity: Callable[[], Awaitable[NodeState]]
     paths: Callable[[], dict[str, PathSpeed]] = dict
+    lacking: Callable[[], str] = str
 
 
 class StatusCollector(Collector):
@@ -115,6 +118,10 @@ def start_http(
         alive = status.alive()
         return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
 
+    async def ready(request: Request) -> Response:
+        status_code, body = readiness(status.lacking())
+        return JSONResponse(body, status_code, None if status_code == 200 else {"retry-after": "1"})
+
     async def server_info(request: Request) -> Response:
         return JSONResponse(status.about | {"version": __version__})
 
@@ -131,6 +138,7 @@ def start_http(
 
     routes: list[BaseRoute] = [
         Route("/health", health),
+        Route("/ready", ready),
         Route("/server_info", server_info),
         Route("/get_server_info", server_info),
         Route("/integrity", integrity),

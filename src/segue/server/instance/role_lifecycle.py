@@ -23,6 +23,7 @@ from segue.server.instance.rank_process import SWITCH_INTERVAL_S
 from segue.server.instance.rank_workers import OpenedReplica, open_replica
 from segue.server.observe.traces import traces
 from segue.server.settings.commands import InstanceConfig
+from segue.server.supervisor import service_manager
 
 log = logging.getLogger("segue.instance")
 
@@ -106,6 +107,8 @@ def run_instance(
     def on_signal(number: int, frame: object) -> None:
         nonlocal signals
         signals += 1
+        if signals == 1:
+            service_manager.stopping()
         if signals > 1 and not supervised:
             os._exit(128 + number)
         lifecycle.drain()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import httpx
@@ -21,6 +23,7 @@ from segue.kv import (
     DECODE_ERRORS,
     BootstrapTimeout,
     BootstrapUnreachable,
+    ConfigError,
     Limits,
     OutOfCapacity,
     PeerRefused,
@@ -29,7 +32,7 @@ from segue.kv import (
 )
 from segue.kv.session import Tls
 from segue.server.registry.backends import BoundedClient, proxy_in_trouble, unreachable
-from segue.server.settings.registry_address import bracket
+from segue.server.settings.registry_address import EtcdUser, bracket
 
 T = TypeVar("T")
 
@@ -41,6 +44,10 @@ MAX_LINE = 16 * 2**20
 #: without a user), PERMISSION_DENIED, UNAUTHENTICATED.
 _REFUSED = (3, 7, 16)
 _NOT_FOUND = 5
+#: How etcd refuses a token that it does not know any more: since it was idle for minutes, since the server
+#: has restarted, or since users have changed.
+_STALE = ("invalid auth token", "auth store is old")
+MAX_PASSWORD_BYTES = 4096
 
 
 class Kv(msgspec.Struct, frozen=True):
@@ -104,6 +111,14 @@ class _Wrong(msgspec.Struct, frozen=True):
     code: int = 0
 
 
+class _Token(msgspec.Struct, frozen=True):
+    token: str = ""
+
+
+class StaleToken(Exception):
+    """etcd does not know our token any more."""
+
+
 class NoLease(Exception):
     """The lease has ended, or etcd has lost its data."""
 
@@ -123,7 +138,9 @@ class Read:
 class Etcd:
     """A client of one cluster at `places`, of which it asks the next one when one does not answer.
 
-    Every call raises SegueErrors: retryable ones if no member answers in time, or has no leader.
+    Every call raises SegueErrors: retryable ones if no member answers in time, or has no leader. As `user` it
+    gets a token with the first call, and another one when etcd does not know that one any more; the file with
+    the password is read each time.
     """
 
     def __init__(
@@ -132,7 +149,11 @@ class Etcd:
         limits: Limits,
         tls: Tls | None,
         transport: httpx.AsyncBaseTransport | None = None,
+        user: EtcdUser | None = None,
     ) -> None:
+        self._user = user
+        self._token = ""
+        self._logging_in = asyncio.Lock()
         scheme = "http" if tls is None else "https"
         self._bases = [f"{scheme}://{bracket(host)}:{port}" for host, port in places]
         self._at = 0
@@ -205,8 +226,9 @@ class Etcd:
         body = {"create_request": {**create, "start_revision": str(revision)}}
         timeout = httpx.Timeout(self._connect_s, read=silent_s)
         url = f"{self._bases[self._at]}/v3/watch"
-        request = self._client.build_request("POST", url, json=body, timeout=timeout)
         try:
+            headers = self._shown(await self._login(""))
+            request = self._client.build_request("POST", url, json=body, timeout=timeout, headers=headers)
             async with asyncio.timeout(silent_s):
                 answer = await self._client.send(request)
             try:
@@ -230,6 +252,8 @@ class Etcd:
             raise BootstrapUnreachable(f"etcd at {self._bases[self._at]} ended a watch")
         except (httpx.ReadTimeout, TimeoutError):
             return
+        except StaleToken:
+            return  # the next question gets another one
         except (httpx.HTTPError, ssl.SSLError) as error:
             raise self._away(error) from error
 
@@ -240,11 +264,40 @@ class Etcd:
     # ---- inside ---------------------------------------------------------------------------------
 
     async def _ask(self, method: str, **body: object) -> bytes:
+        token = ""
+        for _ in range(2):
+            token = await self._login(token)
+            with contextlib.suppress(StaleToken):
+                return await self._ask_as(token, method, **body)
+        raise self._distrusts()
+
+    async def _login(self, stale: str) -> str:
+        """Our token, another one than `stale`; empty without a user."""
+        if self._user is None:
+            return ""
+        async with self._logging_in:  # each costs etcd a tenth of a second
+            if self._token in ("", stale):
+                name, password = self._user.name, _password(self._user.password_file)
+                data = await self._ask_as("", "auth/authenticate", name=name, password=password)
+                self._token = _decode(data, _Token).token
+            return self._token
+
+    def _distrusts(self) -> SegueError:
+        return BootstrapUnreachable(
+            f"etcd at {self._bases[self._at]} refuses the token that it has just given"
+        )
+
+    def _shown(self, token: str) -> dict[str, str]:
+        return {"Authorization": token} if token else {}
+
+    async def _ask_as(self, token: str, method: str, **body: object) -> bytes:
         content = msgspec.json.encode(body)
         for left in range(len(self._bases) - 1, -1, -1):
             try:
                 url = f"{self._bases[self._at]}/v3/{method}"
-                request = self._client.build_request("POST", url, content=content, timeout=self._connect_s)
+                request = self._client.build_request(
+                    "POST", url, content=content, timeout=self._connect_s, headers=self._shown(token)
+                )
                 answer = await self._client.ask(request, self._connect_s)
                 if answer.status == 200:
                     return answer.content
@@ -253,6 +306,10 @@ class Etcd:
                 trouble: SegueError = self._away(error)
             except SegueError as error:
                 trouble = error
+            except StaleToken:
+                if token:
+                    raise
+                trouble = self._distrusts()
             if not trouble.info.retryable or not left:
                 raise trouble
         raise AssertionError("there is a place")
@@ -267,6 +324,8 @@ class Etcd:
             wrong = _Wrong(f"a proxy answered {status}")
         if wrong.code == _NOT_FOUND:
             raise NoLease(wrong.error)
+        if wrong.code in _REFUSED and self._user is not None and any(s in wrong.error for s in _STALE):
+            raise StaleToken
         if wrong.code in _REFUSED:
             return Unauthorized(f"etcd at {where} refuses: {wrong.error}")
         self._next()
@@ -281,6 +340,21 @@ class Etcd:
 
     def _next(self) -> None:
         self._at = (self._at + 1) % len(self._bases)
+
+
+def _password(file: str) -> str:
+    """Its first line. Raises ConfigError."""
+    try:
+        with Path(file).open("rb") as opened:
+            text = opened.read(MAX_PASSWORD_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the password file {file} of --registry cannot be read: {error}") from error
+    password = text.partition("\n")[0].removesuffix("\r")
+    if not password or len(text) > MAX_PASSWORD_BYTES:
+        raise ConfigError(
+            f"the password file {file} of --registry must hold one line of at most {MAX_PASSWORD_BYTES} bytes"
+        )
+    return password
 
 
 def _b64(data: bytes) -> str:

@@ -54,7 +54,7 @@ from segue.server.registry.registry_records import (
 )
 from segue.server.registry.sealed import Seal
 from segue.server.registry.waiting import SystemClock
-from segue.server.settings.registry_address import bracket, registry_places
+from segue.server.settings.registry_address import bracket, registry_places, registry_user
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class EtcdBackend(RegistryBackend):
             raise ConfigError(
                 f"{url} can be written to by others; give --secret-file with the deployment's secret"
             )
-        self._etcd = Etcd(places, limits, tls)
+        self._etcd = Etcd(places, limits, tls, user=registry_user(url))
         self._seal = Seal(secret)
         self._ranks = self._seal.prefix + b"ranks/"
         self._rooms = self._seal.prefix + b"rooms/"

@@ -1,6 +1,6 @@
 """The registry over HTTP (`/v1/…`, JSON), as an ASGI app and as a server in a running loop.
 
-    GET    /v1/health
+    GET    /v1/health, /ready                          200 while the registry answers
     GET    /v1/instances?role=&version=&wait_s=        waits while the version is the one given
     PUT    /v1/instances/{incarnation}/ranks/{dp_rank} register, and keep alive: the same again
     DELETE /v1/instances/{incarnation}/ranks/{dp_rank} one rank leaves, the others stay
@@ -44,6 +44,7 @@ from segue.kv import (
 )
 from segue.kv.session import Tls, awaited, is_loopback, listening, url_of
 from segue.server.http.guarded_http import LET_IN, ErrorBody, Guard, GuardedServer
+from segue.server.http.readiness import readiness
 from segue.server.registry.message_headers import DIGEST_HEADER, authorized, digest_of
 from segue.server.registry.registry_records import DrainFlag, InstanceRecord, RoomRecord
 from segue.server.registry.registry_store import RegistryStore
@@ -144,6 +145,9 @@ class _Api:
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
 
+    async def ready(self, request: Request) -> Response:
+        return _json(readiness()[1])
+
     async def list_instances(self, request: Request) -> Response:
         text = request.query_params.get("role")
         if text and text not in Role.__members__.values():
@@ -232,6 +236,7 @@ def registry_app(
 
     routes = [
         Route("/v1/health", guarded(api.health, open_to_all=True), methods=["GET"]),
+        Route("/ready", guarded(api.ready, open_to_all=True), methods=["GET"]),
         Route("/v1/instances", guarded(api.list_instances), methods=["GET"]),
         Route("/v1/instances/{incarnation}/ranks/{dp_rank}", guarded(api.put_rank), methods=["PUT"]),
         Route("/v1/instances/{incarnation}/ranks/{dp_rank}", guarded(api.leave), methods=["DELETE"]),

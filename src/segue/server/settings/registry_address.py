@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from segue.kv import ConfigError
 from segue.kv.session import is_loopback
 
 #: How the address of a registry begins: one of our own, etcd, or no registry but a name or a list.
 REGISTRY_SCHEMES = ("http", "https", "etcd", "dns", "static")
 REGISTRY_HELP = (
-    "registry: http://HOST:PORT, or etcd://HOST:PORT,HOST:PORT; or none, but where the instances are: "
+    "registry: http://HOST:PORT, or etcd://HOST:PORT,HOST:PORT (of a user: "
+    "etcd://USER@HOST:PORT?password-file=/FILE); or none, but where the instances are: "
     "dns://NAME:PORT or static://HOST:PORT,HOST:PORT"
 )
+
+
+_PASSWORD_FILE = "password-file="
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdUser:
+    """The user of an etcd, and the absolute path of the file with the password."""
+
+    name: str
+    password_file: str
 
 
 def check_hosts(host: str, advertise_host: str | None, secret: bool) -> None:
@@ -27,6 +41,9 @@ def registry_places(url: str) -> list[tuple[str, int]]:
     """The addresses in a `--registry`: one of `http` and `dns`, one or more of `etcd` and `static`.
     ConfigError if it is none."""
     scheme, _, rest = url.partition("://")
+    if scheme == "etcd":
+        registry_user(url)
+        rest = rest.partition("?")[0].rpartition("@")[2]
     places = [_place(part) for part in rest.rstrip("/").split(",")]
     found = [place for place in places if place is not None]
     several = scheme in ("etcd", "static")
@@ -38,9 +55,24 @@ def registry_places(url: str) -> list[tuple[str, int]]:
     return found
 
 
+def registry_user(url: str) -> EtcdUser | None:
+    """The user in an `etcd://USER@…?password-file=/FILE`. ConfigError if only one of both is there."""
+    rest, _, query = url.partition("://")[2].partition("?")
+    name, at, _ = rest.rpartition("@")
+    if not at and not query:
+        return None
+    file = query.removeprefix(_PASSWORD_FILE)
+    if not name or ":" in name or file == query or not file.startswith("/"):
+        raise ConfigError(
+            "--registry of an etcd with users must look like etcd://USER@HOST:PORT?password-file=/FILE, with "
+            "an absolute path and no password in it"
+        )
+    return EtcdUser(name, file)
+
+
 def _place(text: str) -> tuple[str, int] | None:
     host, colon, port = text.rpartition(":")
-    legal = host and colon and port.isdecimal() and int(port) < 65536 and "/" not in host
+    legal = host and colon and port.isdecimal() and int(port) < 65536 and not set("/@?") & set(host)
     return (host.removeprefix("[").removesuffix("]"), int(port)) if legal else None
 
 

@@ -170,6 +170,12 @@ class ClientsConfig:
         15.0,
         metavar="S",
     )
+    shutdown_delay_s: float = number(
+        "after SIGTERM serve on for so long with /ready at 503, so that balancers leave first; then drain",
+        0.0,
+        high=3600.0,
+        metavar="S",
+    )
 
     def __post_init__(self) -> None:
         if (self.https_cert is None) is not (self.https_key is None):

@@ -1,4 +1,5 @@
-"""The deployments of this user on this host: a folder with a file for each, which says how to reach it."""
+"""The deployments and the instances of this user on this host: a folder with a file for each process, which
+says how to reach it."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -19,14 +22,12 @@ MAX_FILES = 256
 MAX_BYTES = 64 << 10
 
 
-class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
-    """A frontend that runs here: the URL for clients, the name of its model, its registry, and the files
-    that a part of the deployment needs; the secret is in no file of the folder. `pid` and `started` are
-    those of the announcing process; `started` counts ticks since the boot, so that no setting of a clock
+class LocalProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """How an operator reaches a process that runs here: `registry` is an address for `--registry`, the files
+    are those that a part of the deployment needs; the secret is in no file of the folder. `pid` and `started`
+    are those of the announcing process; `started` counts ticks since the boot, so that no setting of a clock
     changes it."""
 
-    url: str
-    model: str
     registry: str
     secret_file: str | None = None
     tls: TlsConfig
@@ -36,6 +37,23 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
     def lives(self) -> bool:
         """The process that announced it still runs; another one with the same number does not count."""
         return started_at(self.pid) == self.started
+
+
+class LocalInstance(LocalProcess, frozen=True, kw_only=True):
+    """An instance that was started by hand, with all of its DP ranks. `registry` is `static://…` with their
+    control ports."""
+
+
+class LocalDeployment(LocalProcess, frozen=True, kw_only=True):
+    """A frontend that runs here: the URL for clients and the name of its model; `registry` is its own."""
+
+    url: str
+    model: str
+
+
+#: The ending of the files of each kind.
+_ENDINGS: dict[type[LocalProcess], str] = {LocalDeployment: "json", LocalInstance: "instance"}
+Local = TypeVar("Local", bound=LocalProcess)
 
 
 def started_at(pid: int) -> int | None:
@@ -59,13 +77,34 @@ def announced(
 ) -> Iterator[None]:
     """List a deployment of this process while this is open. Paths may be relative. Raises OSError where the
     folder cannot be written, ConfigError where others can."""
+    make = partial(LocalDeployment, url=url, model=model)
+    with _listed(make, registry, secret_file, tls, folder):
+        yield
+
+
+@contextlib.contextmanager
+def announced_instance(
+    addresses: Sequence[str], secret_file: str | None, tls: TlsConfig, folder: Path | None = None
+) -> Iterator[None]:
+    """List an instance of this process, whose leaders are at `addresses`, as `announced` does; it replaces
+    one that was listed before."""
+    with _listed(LocalInstance, f"static://{','.join(addresses)}", secret_file, tls, folder):
+        yield
+
+
+@contextlib.contextmanager
+def _listed(
+    make: Callable[..., LocalProcess],
+    registry: str,
+    secret_file: str | None,
+    tls: TlsConfig,
+    folder: Path | None,
+) -> Iterator[None]:
     place = folder or runtime_folder()
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(place)
     me = os.getpid()
-    deployment = LocalDeployment(
-        url=url,
-        model=model,
+    local = make(
         registry=registry,
         secret_file=_absolute(secret_file),
         tls=TlsConfig(
@@ -74,8 +113,8 @@ def announced(
         pid=me,
         started=started_at(me) or 0,
     )
-    file, part = place / f"{me}.json", place / f"{me}.part"
-    part.write_bytes(msgspec.json.encode(deployment))
+    file, part = place / f"{me}.{_ENDINGS[type(local)]}", place / f"{me}.part"
+    part.write_bytes(msgspec.json.encode(local))
     part.replace(file)  # a reader sees all of it or nothing
     try:
         yield
@@ -86,24 +125,33 @@ def announced(
 def local_deployments(folder: Path | None = None) -> list[LocalDeployment]:
     """The deployments that run, the latest first. Files of processes that have ended are taken away. Raises
     ConfigError for a folder that another user owns or can write."""
+    return _found(LocalDeployment, folder)
+
+
+def local_instances(folder: Path | None = None) -> list[LocalInstance]:
+    """The instances that run; else as `local_deployments`."""
+    return _found(LocalInstance, folder)
+
+
+def _found(kind: type[Local], folder: Path | None) -> list[Local]:
     place = folder or runtime_folder()
     if not place.exists():
         return []
     _check_private(place)
     found = []
-    for file in sorted(place.glob("*.json"))[:MAX_FILES]:
-        deployment = _read(file)
-        if deployment is not None and deployment.lives():
-            found.append(deployment)
+    for file in sorted(place.glob(f"*.{_ENDINGS[kind]}"))[:MAX_FILES]:
+        local = _read(file, kind)
+        if local is not None and local.lives():
+            found.append(local)
         else:
             file.unlink(missing_ok=True)
-    return sorted(found, key=lambda deployment: -deployment.started)
+    return sorted(found, key=lambda local: -local.started)
 
 
-def _read(file: Path) -> LocalDeployment | None:
+def _read(file: Path, kind: type[Local]) -> Local | None:
     try:
         with file.open("rb") as content:
-            return msgspec.json.decode(content.read(MAX_BYTES), type=LocalDeployment)
+            return msgspec.json.decode(content.read(MAX_BYTES), type=kind)
     except (OSError, msgspec.DecodeError, ConfigError):
         return None
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from segue.kv import ErrorCode, Role
-from segue.kv.session import awaited
+from segue.kv.session import awaited, background
 from segue.server.settings.layers import PREFIX
+from segue.server.supervisor import service_manager
 from segue.server.supervisor.children import Child, ChildSpec
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.lifeline import CannotStart, Ready, Report
@@ -133,7 +134,8 @@ def lifeline() -> Iterator[int]:
 
 
 class ProcessTree(ABC):
-    """The children of one process. `drain_s` is what those in flight get when it ends."""
+    """The children of one process. `drain_s` is what those in flight get when it ends; a frontend serves on
+    for `delay_s` before."""
 
     def __init__(
         self,
@@ -142,10 +144,12 @@ class ProcessTree(ABC):
         console: Console | None = None,
         environ: Mapping[str, str] | None = None,
         startup_s: float = STARTUP_S,
+        delay_s: float = 0.0,
     ) -> None:
         self.units: list[Unit] = []
         self._lifeline_fd = -1
         self._drain_s = drain_s
+        self._delay_s = delay_s
         self._console = Console() if console is None else console
         self._environ = dict(os.environ if environ is None else environ)
         self._startup_s = startup_s
@@ -173,9 +177,11 @@ class ProcessTree(ABC):
         """Start the children, serve until a signal or the end of what can serve, drain. Every child is
         reaped when it returns."""
         self._lifeline_fd = lifeline_fd
+        watchdog = background(service_manager.feed_watchdog(self._environ), name="watchdog", failed=_say)
         try:
             return await self._keep(units)
         finally:
+            watchdog.cancel()
             await self._reap(self.children)
 
     async def _keep(self, units: Iterable[Unit]) -> ServeResult:
@@ -223,7 +229,8 @@ class ProcessTree(ABC):
         self, name: str, role: Role, argv: Sequence[str], threads: int, fds: tuple[int, ...]
     ) -> ChildSpec:
         """A child. Settings reach it as flags alone: a SEGUE_PORT meant for one is not everybody's."""
-        environ = {k: v for k, v in self._environ.items() if not k.startswith(PREFIX)}
+        kept = self._environ.items() - service_manager.addressed(self._environ).items()
+        environ = {k: v for k, v in kept if not k.startswith(PREFIX)}
         environ |= dict.fromkeys(THREAD_VARIABLES, str(threads))
         environ["TOKENIZERS_PARALLELISM"] = "false"
         environ["PYTHONUNBUFFERED"] = "1"
@@ -385,7 +392,7 @@ class ProcessTree(ABC):
         here = [c for c in self.children if c.alive]
         frontends = [c for c in here if c.spec.role is Role.FRONTEND]
         others = [c for c in here if c.spec.role is not Role.FRONTEND]
-        clean = await self._leave(frontends, patience_s)
+        clean = await self._leave(frontends, patience_s + self._delay_s)
         clean = await self._leave(others, patience_s) and clean
         # Children that ended before they were asked to, while the frontend drained.
         early = [c for c in here if not c.told]
@@ -446,7 +453,13 @@ class ProcessTree(ABC):
         """The effect of a signal: drain; a second call ends everything at once."""
         if self._stop.is_set():
             self._halt.set()
+        else:
+            service_manager.stopping(self._environ)
         self._stop.set()
+
+
+def _say(error: Exception) -> None:
+    log.warning("event=trouble error=%r", str(error))
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

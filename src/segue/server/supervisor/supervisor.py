@@ -70,7 +70,13 @@ class Supervisor(ProcessTree):
         startup_s: float = STARTUP_S,
         keys: Sequence[str] = (),
     ) -> None:
-        super().__init__(config.limit.drain_s, console=console, environ=environ, startup_s=startup_s)
+        super().__init__(
+            config.limit.drain_s,
+            console=console,
+            environ=environ,
+            startup_s=startup_s,
+            delay_s=config.clients.shutdown_delay_s,
+        )
         self.config = config
         self._host = host
         self._size = size
