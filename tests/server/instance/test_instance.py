@@ -106,6 +106,7 @@ def test_the_http_door_shows_what_happens() -> None:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         made.front.submit("r", list(range(50)), p, d, max_tokens=3)
         made.front.tokens("r")
+        made.assert_comes_to_rest()
         for instance in (p, d):
             assert instance.http is not None
             host, port = instance.http.address
@@ -117,6 +118,16 @@ def test_the_http_door_shows_what_happens() -> None:
             numbers = httpx.get(f"{url}/metrics", timeout=60).text
             assert 'segue_instance_table{table="peers"} 1.0' in numbers
             assert 'segue_instance_pages{state="free"}' in numbers
+            lines = dict(line.rsplit(" ", 1) for line in numbers.splitlines() if line[0] != "#")
+            labels = 'engine="0",model_name="test"'
+            # Prefill computes the first token, and decode hands out all three.
+            tokens = 1 if instance is p else 3
+            assert float(lines[f"vllm:generation_tokens_total{{{labels}}}"]) == tokens
+            assert float(lines[f"vllm:inter_token_latency_seconds_count{{{labels}}}"]) == tokens - 1
+            for name in ("time_to_first_token", "e2e_request_latency"):
+                assert float(lines[f"vllm:{name}_seconds_count{{{labels}}}"]) == 1
+            assert float(lines['segue_instance_handoffs_total{outcome="ok"}']) == 1
+            assert float(lines["segue_instance_handoff_bytes_total"]) > 0
 
 
 @pytest.mark.parametrize("trouble", [BootstrapUnreachable, BootstrapTimeout, OutOfCapacity])

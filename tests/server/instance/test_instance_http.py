@@ -7,12 +7,16 @@ from typing import Any
 
 import httpx
 
-from segue.kv.errors import DeadlineExceeded
+from segue.kv.errors import DeadlineExceeded, PeerLost
+from segue.kv.ids import RoomKey
 from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
 from segue.kv.peers import PathSpeed
+from segue.kv.protocol.events import KVPoll, Phase
 from segue.server.instance.instance_http import InstanceStatus, start_http
+from segue.server.instance.operators import HandoffTotals
 from segue.server.messages.control import Load
 from segue.server.observe.integrity_report import NodeState
+from segue.server.schedulers.request_figures import RequestFigures
 
 LOAD = Load(
     dp_rank=0,
@@ -35,6 +39,8 @@ class Status:
         self.alive = True
         self.stuck = False
         self.paths: dict[str, PathSpeed] = {}
+        self.figures = RequestFigures()
+        self.handoffs = HandoffTotals()
 
     async def _integrity(self) -> NodeState:
         if self.stuck:
@@ -43,12 +49,16 @@ class Status:
 
     def ask(self, *paths: str) -> list[httpx.Response]:
         status = InstanceStatus(
-            about={"served_model_name": "tiny"},
+            about={"served_model_name": "tiny", "dp_rank": 1},
             load=lambda: self.load,
             counts=lambda: {"transfers": 7},
             alive=lambda: self.alive,
             integrity=self._integrity,
             paths=lambda: self.paths,
+            figures=self.figures,
+            handoffs=lambda: self.handoffs,
+            page_tokens=16,
+            pages=16,
         )
 
         async def main() -> list[httpx.Response]:
@@ -76,18 +86,23 @@ def test_an_instance_that_is_not_alive_or_does_not_answer_says_so_by_its_status(
     assert (state.status_code, state.json()["error"]["code"]) == (504, "DEADLINE_EXCEEDED")
 
 
-def series(answer: httpx.Response) -> dict[str, float]:
+def series(answer: httpx.Response, prefix: str = "segue_instance_") -> dict[str, float]:
     lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
     found: dict[str, Any] = {
         name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)
     }
-    return {name.removeprefix("segue_instance_"): value for name, value in found.items()}
+    return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
 
 
 def test_its_numbers_are_those_of_the_leader_and_of_the_paths_that_it_measured() -> None:
     """The path to `q` has carried nothing."""
+
+    def own() -> dict[str, float]:
+        found = series(status.ask("/metrics")[0])
+        return {name: value for name, value in found.items() if not name.startswith("handoff")}
+
     status = Status()
-    assert series(status.ask("/metrics")[0]) == {'table{table="transfers"}': 7.0}
+    assert own() == {'table{table="transfers"}': 7.0}
     status.load = LOAD
     figures = {
         "shm": PathFigures(page_s=1e-5, bytes_per_s=3e9),
@@ -98,7 +113,7 @@ def test_its_numbers_are_those_of_the_leader_and_of_the_paths_that_it_measured()
         transport="shm", candidates=[*candidates, PathCandidate(transport="nixl", why_not="is away")]
     )
     status.paths = {"p": PathSpeed("shm", 20, 5.0, choice), "q": PathSpeed("tcp")}
-    assert series(status.ask("/metrics")[0]) == {
+    assert own() == {
         'requests{state="running"}': 2.0,
         'requests{state="waiting"}': 3.0,
         'pages{state="used"}': 7.0,
@@ -111,3 +126,41 @@ def test_its_numbers_are_those_of_the_leader_and_of_the_paths_that_it_measured()
         'probe_bytes_per_second{chosen="true",peer="p",transport="shm"}': 3e9,
         'probe_bytes_per_second{chosen="false",peer="p",transport="tcp"}': 1e9,
     }
+
+
+def test_autoscalers_and_routers_find_its_load_under_the_names_of_vllm() -> None:
+    status = Status()
+    model = 'model_name="tiny"'
+    idle = series(status.ask("/metrics")[0], "vllm:")
+    assert idle['num_requests_waiting{engine="1",model_name="tiny"}'] == 0
+    assert idle['kv_cache_usage_perc{engine="1",model_name="tiny"}'] == 0
+    status.load = LOAD
+    status.figures.ttft.observe(0.15)
+    status.figures.prompt_tokens = 40
+    found = series(status.ask("/metrics")[0], "vllm:")
+    assert found['num_requests_running{engine="1",model_name="tiny"}'] == 2
+    assert found['num_requests_waiting{engine="1",model_name="tiny"}'] == 3
+    assert found['kv_cache_usage_perc{engine="1",model_name="tiny"}'] == 1 - 5 / 16
+    assert found[f'cache_config_info{{block_size="16",engine="1",{model},num_gpu_blocks="16"}}'] == 1
+    assert found[f'time_to_first_token_seconds_bucket{{engine="1",le="0.1",{model}}}'] == 0
+    assert found[f'time_to_first_token_seconds_bucket{{engine="1",le="0.2",{model}}}'] == 1
+    assert found[f'time_to_first_token_seconds_sum{{engine="1",{model}}}'] == 0.15
+    assert found[f'prompt_tokens_total{{engine="1",{model}}}'] == 40
+    process = series(status.ask("/metrics")[0], "process_")
+    assert process["resident_memory_bytes"] > 2**20
+    assert process["open_fds"] > 0
+
+
+def test_hand_offs_are_counted_by_their_end() -> None:
+    status = Status()
+    key = RoomKey(7)
+    status.handoffs.add(Phase(key, KVPoll.SUCCESS, wire_s=0.25, nbytes=100))
+    status.handoffs.add(Phase(key, KVPoll.SUCCESS, wire_s=0.25, nbytes=50))
+    status.handoffs.add(Phase(key, KVPoll.FAILED, PeerLost("gone").info))
+    status.figures.ended["ok"] = 2
+    found = series(status.ask("/metrics")[0])
+    assert found['handoffs_total{outcome="ok"}'] == 2
+    assert found['handoffs_total{outcome="PEER_LOST"}'] == 1
+    assert found["handoff_bytes_total"] == 150
+    assert found["handoff_transfer_seconds_count"] == 2
+    assert found['requests_ended_total{outcome="ok"}'] == 2

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from prometheus_client import ProcessCollector
+
 from segue.cli.commands.models import resolve
 from segue.kv import ConfigError, SegueError
 from segue.kv.session import Tls, awaited, background, tls_from_files
@@ -55,6 +57,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline:
             contextlib.AsyncExitStack() as closing,
         ):
             metrics = Metrics()
+            ProcessCollector(registry=metrics.registry)
             listener = FrontendListener(
                 config.host,
                 config.port,

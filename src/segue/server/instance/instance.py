@@ -376,6 +376,10 @@ class Instance:
             ),
             paths=dict if manager is None else manager.paths,
             lacking=self._lacking,
+            figures=self.scheduler.figures,
+            handoffs=lambda: self._sights.handoffs,
+            page_tokens=self.engine.spec.page_tokens,
+            pages=self.engine.spec.pages,
         )
 
     def _lacking(self) -> str:

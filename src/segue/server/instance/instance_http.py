@@ -4,12 +4,12 @@ routers, its endpoints (`server.direct.direct_routes`)."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -25,9 +25,11 @@ from segue.server.frontend.http_server import public_guard
 from segue.server.frontend.keys import ApiKeys, KeyCheck
 from segue.server.http.guarded_http import Guard, GuardedServer
 from segue.server.http.readiness import readiness
+from segue.server.instance.operators import HandoffTotals
 from segue.server.messages.control import Load
 from segue.server.observe.integrity_report import NodeState
-from segue.server.observe.metrics import CONTENT_TYPE
+from segue.server.observe.metrics import CONTENT_TYPE, histogram
+from segue.server.schedulers.request_figures import RequestFigures
 
 _JSON = "application/json"
 
@@ -37,7 +39,7 @@ class InstanceStatus:
     """The values that the server shows; each function is called on the I/O thread for a request. `counts` are
     table sizes and counters by name, `alive` whether the leader's loop still runs, `integrity` the full
     check, `paths` the speed to each peer, `lacking` why no request should be sent here now, if there is a
-    reason."""
+    reason. The pool has `pages` of `page_tokens` tokens."""
 
     about: dict[str, object]
     load: Callable[[], Load | None]
@@ -46,15 +48,102 @@ class InstanceStatus:
     integrity: Callable[[], Awaitable[NodeState]]
     paths: Callable[[], dict[str, PathSpeed]] = dict
     lacking: Callable[[], str] = str
+    figures: RequestFigures = field(default_factory=RequestFigures)
+    handoffs: Callable[[], HandoffTotals] = HandoffTotals
+    page_tokens: int = 0
+    pages: int = 0
 
 
 class StatusCollector(Collector):
-    """The instance's numbers as gauges, read when they are scraped."""
+    """The instance's numbers, read when they are scraped. Names and labels that autoscalers and routers know
+    are vLLM's, with its meaning: `engine` is the DP rank."""
 
     def __init__(self, status: InstanceStatus) -> None:
         self._status = status
+        about = status.about
+        self._model = {
+            "model_name": str(about.get("served_model_name", "")),
+            "engine": str(about.get("dp_rank", 0)),
+        }
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._as_vllm()
+        yield from self._handoffs()
+        yield from self._own()
+
+    def _as_vllm(self) -> Iterator[Metric]:
+        status, model = self._status, self._model
+        load, names, values = status.load(), list(model), list(model.values())
+        gauges = (
+            ("num_requests_running", "Requests in the running batch", load.running if load else 0),
+            ("num_requests_waiting", "Requests that wait", load.waiting if load else 0),
+            (
+                "kv_cache_usage_perc",
+                "Part of the KV pool that is in use or in quarantine, 0 to 1; cached prefixes count as free",
+                1 - load.pages_free / load.pages_total if load and load.pages_total else 0,
+            ),
+        )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        sizes = {"block_size": str(status.page_tokens), "num_gpu_blocks": str(status.pages)}
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "1; its labels are the tokens of a page and the pages of the pool",
+            labels=[*names, *sizes],
+        )
+        info.add_metric([*values, *sizes.values()], 1)
+        yield info
+        figures = status.figures
+        for name, text, buckets in (
+            (
+                "time_to_first_token",
+                "Arrival here to first token; in prefill: until it is computed",
+                figures.ttft,
+            ),
+            ("inter_token_latency", "Between two tokens of a request", figures.itl),
+            ("e2e_request_latency", "Arrival here to the end, of requests that ended well", figures.e2e),
+        ):
+            yield histogram(f"vllm:{name}_seconds", text, buckets, model)
+        for name, text, count in (
+            ("prompt_tokens", "Prompt tokens of requests with a first token", figures.prompt_tokens),
+            ("generation_tokens", "Tokens generated", figures.output_tokens),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
+            counter.add_metric(values, count)
+            yield counter
+
+    def _handoffs(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily(
+            "segue_instance_requests_ended",
+            "Requests that ended here, by outcome ('ok' or the error code)",
+            labels=["outcome"],
+        )
+        for outcome, count in list(self._status.figures.ended.items()):
+            ended.add_metric([outcome], count)
+        yield ended
+        handoffs = self._status.handoffs()
+        counts = CounterMetricFamily(
+            "segue_instance_handoffs",
+            "Hand-offs that ended here, by outcome ('ok' or the error code)",
+            labels=["outcome"],
+        )
+        for outcome, count in handoffs.ended.items():
+            counts.add_metric([outcome], count)
+        yield counts
+        yield CounterMetricFamily(
+            "segue_instance_handoff_bytes", "KV of hand-offs that ended well", value=handoffs.nbytes
+        )
+        yield histogram(
+            "segue_instance_handoff_transfer_seconds",
+            "Transfer of the KV of one hand-off: at prefill from its first write to its last, at decode that "
+            "of the slowest last chunk",
+            handoffs.transfer,
+            {},
+        )
+
+    def _own(self) -> Iterator[Metric]:
         load = self._status.load()
         if load is not None:
             requests = GaugeMetricFamily("segue_instance_requests", "Requests by state", labels=["state"])
@@ -113,6 +202,7 @@ def start_http(
     """
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
+    ProcessCollector(registry=registry)
 
     async def health(request: Request) -> Response:
         alive = status.alive()

@@ -27,6 +27,7 @@ from segue.server.messages.operate import (
 from segue.server.messages.records import RequestRecord
 from segue.server.observe.integrity_report import busy
 from segue.server.registry.registry_records import InstanceRecord
+from segue.server.schedulers.request_figures import FAST_S, Buckets
 
 log = logging.getLogger("segue.instance")
 
@@ -124,6 +125,23 @@ class OperatorSessions:
         return bool(self._watching)
 
 
+class HandoffTotals:
+    """The hand-offs of an instance that have ended: how many, by error code (`ok`: well), and of those that
+    ended well the bytes of KV and the seconds of their transfer."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter()
+        self.nbytes = 0
+        self.transfer = Buckets(FAST_S)
+
+    def add(self, phase: Phase) -> None:
+        """Count the terminal `phase` of one."""
+        self.ended["ok" if phase.error is None else phase.error.code.value] += 1
+        if phase.error is None:
+            self.nbytes += phase.nbytes
+            self.transfer.observe(phase.wire_s)
+
+
 class StatusReporter:
     """The status of an instance. Used on the I/O thread only. `limit` bounds how many peers' hand-offs are
     counted; those with the latest are."""
@@ -138,6 +156,7 @@ class StatusReporter:
         self._limit = limit
         self._began = time.monotonic()
         self._counts: dict[str, Counter[KVPoll]] = {}
+        self.handoffs = HandoffTotals()
 
     def changed(self, change: Change) -> None:
         """A hand-off has changed: the ends are counted."""
@@ -145,6 +164,7 @@ class StatusReporter:
             peer = "" if change.peer is None else str(change.peer)
             counts = self._counts[peer] = self._counts.pop(peer, Counter())
             counts[change.phase] += 1
+            self.handoffs.add(change)
             if len(self._counts) > self._limit:
                 del self._counts[next(iter(self._counts))]
 

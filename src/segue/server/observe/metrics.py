@@ -1,4 +1,5 @@
-"""Every metric of segue, defined once. A `Metrics` owns its registry; there are no globals.
+"""The metrics of a frontend, and of an instance in direct mode; docs/metrics.md lists all. A `Metrics` owns
+its registry; there are no globals.
 
 Times are seconds. Label values come from closed sets (error codes, roles, replicas of the registry),
 never from a client, so that the number of series is bounded.
@@ -6,8 +7,7 @@ never from a client, so that the number of series is bounded.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,15 +19,23 @@ from prometheus_client.utils import floatToGoString
 from segue.engine.request import Usage
 from segue.kv import ErrorCode
 from segue.server.messages.control import Load
+from segue.server.schedulers.request_figures import FAST_S, SLOW_S, Buckets
 
 #: Names in `Output.timeline`: the parts of the time to the first token.
 PHASES = ("queue", "bootstrap", "reserve", "prefill", "wire", "commit")
 
-_FAST_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-_SLOW_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def histogram(name: str, text: str, buckets: Buckets, labels: Mapping[str, str]) -> HistogramMetricFamily:
+    """A histogram in prometheus' form."""
+    found = HistogramMetricFamily(name, text, labels=list(labels))
+    names = map(floatToGoString, buckets.bounds)
+    counted = list(zip(names, accumulate(buckets.counts), strict=True))
+    found.add_metric(list(labels.values()), counted, buckets.total)
+    return found
 
 
 class QuickHistogram(Collector):
@@ -36,21 +44,14 @@ class QuickHistogram(Collector):
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
         self._about = name, text
-        self._bounds = [*map(float, buckets), float("inf")]
-        self._counts = [0] * len(self._bounds)
-        self._sum = 0.0
+        self._buckets = Buckets(buckets)
+        #: Record one more value.
+        self.observe = self._buckets.observe
         registry.register(self)
-
-    def observe(self, value: float) -> None:
-        """Record one more value; `value` is a number."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """The histogram in prometheus' form."""
-        names = map(floatToGoString, self._bounds)
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(*self._about, buckets=buckets, sum_value=self._sum)
+        yield histogram(*self._about, self._buckets, {})
 
 
 class Metrics:
@@ -65,7 +66,7 @@ class Metrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(name, text, labels, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
+        def quick(name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
             return QuickHistogram(name, text, buckets, registry)
 
         self.requests = counter(
@@ -107,15 +108,15 @@ class Metrics:
             "side",
         )
         self.output_tokens = counter("segue_output_tokens", "Tokens generated")
-        self.prompt_length = histogram("segue_prompt_length_tokens", "Prompt length", _TOKENS)
-        self.ttft = histogram("segue_ttft_seconds", "Request received to first token", _SLOW_S)
-        self.itl = histogram("segue_itl_seconds", "Between two outputs of a generation", _FAST_S)
-        self.e2e = histogram("segue_e2e_seconds", "Request received to last token", _SLOW_S)
+        self.prompt_length = quick("segue_prompt_length_tokens", "Prompt length", _TOKENS)
+        self.ttft = quick("segue_ttft_seconds", "Request received to first token", SLOW_S)
+        self.itl = quick("segue_itl_seconds", "Between two outputs of a generation", FAST_S)
+        self.e2e = quick("segue_e2e_seconds", "Request received to last token", SLOW_S)
         self.handoff = Histogram(
             "segue_handoff_seconds",
             "Parts of the time to first token, as the leaders measured them",
             ["phase"],
-            buckets=_FAST_S,
+            buckets=FAST_S,
             registry=registry,
         )
         self.replicas = gauge("segue_replicas", "Replicas with an open session", "role")

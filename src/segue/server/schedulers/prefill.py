@@ -329,6 +329,8 @@ class PrefillScheduler(Scheduler):
                 if state.direct:  # the router that has asked us hears that the prompt is computed
                     state.usage = first_usage(len(state.request.prompt), 0, state.cached)
                     self._emit(state, result.token, result.logprob, now)
+                else:
+                    self.figures.token(state, now)
         self._steps = []
 
     def _result(self, state: RequestState, result: SequenceResult, token: int, now: float) -> PrefillResult:

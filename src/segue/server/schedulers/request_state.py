@@ -60,6 +60,8 @@ class RequestState:
     ended: bool = False
     path: Path = field(init=False)
     handed_bytes: int = 0
+    #: when its last token was known
+    token_at: float | None = None
 
     def __post_init__(self) -> None:
         self.path = Path(self.entered)

@@ -29,6 +29,7 @@ from segue.kv import (
 from segue.server.messages.control import Load, Replace, Submit
 from segue.server.schedulers.admission import Admission, SchedulerConfig
 from segue.server.schedulers.kv_cache import KVCache
+from segue.server.schedulers.request_figures import RequestFigures
 from segue.server.schedulers.request_state import RequestState
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class Scheduler(ABC):
         self.config = config
         self.cache = KVCache(pool, engine.spec.slots)
         self.admission = Admission(config, engine.info, pool.total * pool.page_tokens)
+        self.figures = RequestFigures()
         #: bugs of the engine for the log: the call that raised, and the exception
         self.bugs: list[tuple[str, Exception]] = []
         #: requests of the running forward, by sequence
@@ -129,7 +131,9 @@ class Scheduler(ABC):
         if state.ended:
             return
         state.ended = True
-        self.admission.remove(state, None if complete else error, now)
+        error_shown = None if complete else error
+        self.admission.remove(state, error_shown, now)
+        self.figures.end(state, error_shown, now)
         if state.seq_id in self._computing:
             self._held.append((state, error))
         else:
@@ -273,6 +277,7 @@ class Scheduler(ABC):
     def _emit(self, state: RequestState, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """Tell the frontend the next token of `state`; the last one ends it."""
         output = state.add_token(token, logprob, self.engine.info.eos_token_ids)
+        self.figures.token(state, now)
         self.admission.answer(state, output)
         if output.finish is not None:
             self.cache.remember(state, state.computed)
