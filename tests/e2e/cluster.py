@@ -89,6 +89,7 @@ class Cluster:
 
     `flags` go to every instance, `more` by name to one part (a frontend too); `doors` are HTTP ports
     of instances whose log cannot be read. There are as many `frontends`, of which the first one is `url`.
+    `environ` are variables of one part, by name.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Cluster:
         doors: Mapping[str, int] | None = None,
         kv_gib: float = 0.05,
         frontends: Sequence[str] = ("frontend",),
+        environ: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self.model = model
         self.names = list(names)
@@ -115,6 +117,7 @@ class Cluster:
         self._registry_url = dict(registry_url or {})
         self._stderr = dict(stderr or {})
         self._doors = dict(doors or {})
+        self.environ = dict(environ or {})
         self._logs = Path(tempfile.mkdtemp(prefix="segue-test-"))
         self._held = {name: (HeldPort(), HeldPort()) for name in self.names}
         self.parts: dict[str, Served] = {}
@@ -158,6 +161,7 @@ class Cluster:
             start_s=180,
             stderr=log,
             door_port=self._doors.get(name),
+            environ=self.environ.get(name),
         )
         return part
 
