@@ -17,16 +17,17 @@ from typing import Any, NoReturn
 import pytest
 
 from segue import __version__
-from segue.cli import flags, logs
+from segue.cli import flags
 from segue.cli import main as cli_main
 from segue.cli.commands import frontend, models, processes
 from segue.cli.main import main, parser
 from segue.engine.pool_size import ModelSize
 from segue.kv.errors import ConfigError, Internal, NotFound, PeerRefused
 from segue.kv.ids import Role
+from segue.server.observe import logs
 from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import Layers, argv, build, settings
-from segue.server.settings.shared_config import AccessConfig
+from segue.server.settings.shared_config import AccessConfig, LogConfig
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready, decode_report
 
@@ -425,12 +426,12 @@ def test_log_lines_are_one_line_with_a_name(capsys: pytest.CaptureFixture[str]) 
     root, segue = logging.getLogger(), logging.getLogger("segue")
     before = root.handlers[:], root.level, segue.level
     try:
-        logs.configure("info", "decode-0")
+        logs.configure(LogConfig(), "decode-0")
         log = logging.getLogger("segue.test")
         logs.event(log, "hello", room=7, text="two words")
         log.warning("forged\nline\r\r2026-01-01 another")
         log.debug("not shown")
-        logs.configure("info", "prefill-0")
+        logs.configure(LogConfig(), "prefill-0")
         log.info("switched", extra={})
     finally:
         logging.captureWarnings(False)
@@ -466,8 +467,8 @@ def test_the_time_of_a_log_line_is_utc_wherever_the_host_is(monkeypatch: pytest.
     time.tzset()
     try:
         record = logging.LogRecord("segue.test", logging.INFO, "", 0, "text", None, None)
-        record.created, record.msecs = 86400.0 * 365, 7.0
-        assert logs.OneLineFormatter("").format(record) == "1971-01-01T00:00:00.007Z INFO    segue.test text"
+        record.created = 86400.0 * 365 + 0.0075
+        assert logs.TextFormatter("").format(record) == "1971-01-01T00:00:00.007Z INFO    segue.test text"
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -557,7 +558,7 @@ def test_a_part_reads_its_secret(role: str, tmp_path: Path, monkeypatch: pytest.
     file, given = tmp_path / "secret", []
     file.write_text("a-secret-of-some-length")
 
-    def configure(_level: str, _name: str) -> None:
+    def configure(_config: LogConfig, _part: str) -> None:
         raise SystemExit(3)  # what follows would start it
 
     def with_secret(config: Any) -> Any:

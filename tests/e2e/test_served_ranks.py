@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -56,8 +57,10 @@ def test_a_deployment_of_two_ranks_and_one_answers_as_the_reference_does(tiny: P
 
 @pytest.mark.slow
 def test_data_parallel_ranks_of_two_ranks_each_answer_as_the_reference_does(tiny: Path) -> None:
-    """Not asked what they hold at rest: `holdings` knows deployments of one leader for each instance."""
-    arguments = ("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE, "--prefill-dp", "2")
+    """Not asked what they hold at rest: `holdings` knows deployments of one leader for each instance. Every
+    line of every process is JSON."""
+    log = ("--log-format", "json", "--log-level", "debug")
+    arguments = ("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE, "--prefill-dp", "2", *log)
     made = Served(*arguments, wait=False)
     try:
         assert made.process.stdout is not None
@@ -67,6 +70,18 @@ def test_data_parallel_ranks_of_two_ranks_each_answer_as_the_reference_does(tiny
         made.process.terminate()
         assert made.process.wait(60) == 0
         assert "killed a rank" not in made.log()
+        lines = [json.loads(line) for line in made.log().splitlines()]
+        assert all(line["ts"] and line["level"] and line["message"] for line in lines)
+        parts = {(line["part"], line.get("rank", 0)) for line in lines}
+        leaders = {"prefill-0.dp0", "prefill-0.dp1"}
+        assert parts == {
+            *((name, rank) for name in leaders for rank in (0, 1)),
+            *((name, 0) for name in ("serve", "frontend", "decode-0")),
+        }
+        [asked] = [line["request_id"] for line in lines if line["message"].startswith("event=answered")][:1]
+        same = {line["part"] for line in lines if line.get("request_id") == f"{asked}-0"}
+        assert "decode-0" in same
+        assert same & leaders
     finally:
         made.kill()
 

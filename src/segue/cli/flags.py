@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import logging
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from segue.kv import ConfigError
+from segue.server.observe import logs
 from segue.server.settings.commands import (
     COMMANDS,
     DoctorConfig,
@@ -117,8 +119,15 @@ def load(cls: type[Config], command: str, args: argparse.Namespace, **fixed: obj
     return build(cls, layers, command=command, known=KNOWN, also=OTHER_VARIABLES, fixed=fixed, warn=_warn)
 
 
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Whether a flag or the variable asks for a log in JSON, before the settings are read."""
+    pairs = itertools.pairwise(words)
+    flag = "--log-format=json" in words or ("--log-format", "json") in pairs
+    return flag or os.environ.get("SEGUE_LOG_FORMAT") == "json"
+
+
 def _warn(text: str) -> None:
-    print(f"segue: warning: {text}", file=sys.stderr, flush=True)
+    logs.say(f"warning: {text}", logging.WARNING)
 
 
 Joined = TypeVar("Joined", ServeConfig, InstanceConfig, FrontendConfig, OperatorConfig, DoctorConfig)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from segue import __version__
 from segue.cli import extras, flags
 from segue.kv import ConfigError, Role, SegueError
+from segue.server.observe import logs
 from segue.server.settings.commands import COMMANDS, DoctorConfig, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import nearest
+from segue.server.settings.shared_config import LogConfig
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -123,13 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_command(words)
     except ConfigError as exc:
-        print(f"segue: {exc}", file=sys.stderr)
+        logs.say(str(exc))
         return 2
     except SegueError as exc:
-        print(f"segue: {exc}", file=sys.stderr)
+        logs.say(str(exc))
         return 1
     except KeyboardInterrupt:
-        print("segue: interrupted", file=sys.stderr)
+        logs.say("interrupted")
         return 1
     except BrokenPipeError:
         # The reader of our output is gone; the interpreter must not try to flush into it at exit.
@@ -143,6 +145,8 @@ def run_command(words: list[str]) -> int:
     first = next((w for w in words if not w.startswith("-")), "")
     if first and first not in commands:
         raise ConfigError(f"segue has no command {first}{nearest(first, commands)}; see segue --help")
+    if first in COMMANDS and flags.asks_for_json(words):
+        logs.configure(LogConfig(log_format="json"), first)  # also errors of the settings are JSON then
     args, rest = top.parse_known_args(words)
     if rest:
         raise flags.unknown(commands.get(first, top), rest, commands)

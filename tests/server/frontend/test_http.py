@@ -23,6 +23,7 @@ from segue.kv.errors import (
 )
 from segue.kv.limits import Limits
 from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.observe import logs
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -522,14 +523,15 @@ def test_the_log_names_each_request_in_one_style(
         body = {"messages": [{"role": "user", "content": "hi"}], "prompt": "a", "max_tokens": 2}
         assert door.post(path, body, headers={"x-request-id": "mine"}).status_code == status
         door.on_loop(lambda: None)
-        [line] = [record.getMessage() for record in caplog.records]
+        [record] = caplog.records
+        line = logs.TextFormatter("").format(record).split(" segue.frontend ")[1]
         caplog.clear()
         return line
 
-    start = r"event=answered request_id=mine endpoint=%s status=%d seconds=\d+\.\d{3}"
-    assert re.fullmatch(start % ("chat", 200), logged("/v1/chat/completions", 200))
+    start, end = r"event=answered endpoint=%s status=%d seconds=\d+\.\d{3}", " request_id=mine"
+    assert re.fullmatch(start % ("chat", 200) + end, logged("/v1/chat/completions", 200))
     backend.refuse = OutOfCapacity("full up")
     assert re.fullmatch(
-        start % ("completions", 429) + " code=OUT_OF_CAPACITY reason='full up'",
+        start % ("completions", 429) + " code=OUT_OF_CAPACITY reason='full up'" + end,
         logged("/v1/completions", 429),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import pty
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from segue.cli import logs
+from segue.server.observe import logs
+from segue.server.settings.shared_config import LogConfig
 from segue.server.supervisor import console as module
 from segue.server.supervisor.console import KEPT_FOLDERS, Console, LogFolder
 
@@ -157,7 +159,7 @@ def test_a_log_event_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
-    logs.configure("info", "serve", console)
+    logs.configure(LogConfig(), "serve", console)
     logging.getLogger("segue.x").info("event=%s", "one")
     logging.captureWarnings(False)
     console.close()
@@ -167,12 +169,12 @@ def test_a_log_event_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
 #: Writes from several threads, as a supervisor with busy children does.
 SPAM = """
 import logging, threading
-from segue.cli import logs
+from segue.server.observe import logs
 from segue.cli.commands import processes
-from segue.server.settings.shared_config import AccessConfig
+from segue.server.settings.shared_config import AccessConfig, LogConfig
 from segue.server.supervisor.console import Console
 console = Console()
-logs.configure("info", "serve", console)
+logs.configure(LogConfig(), "serve", console)
 def child(name):
     for n in range(400):
         console.line(name, f"{name} line {n} " + "x" * 60)
@@ -303,3 +305,21 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         LogFolder(tmp_path / "file")
+
+
+def test_in_json_every_line_but_an_announcement_is_an_object() -> None:
+    out, elsewhere = io.StringIO(), io.StringIO()
+    console = Console(out, log_format="json")
+    console.line("decode-0", '{"ts": "1", "level": "info", "message": "event=one"}')
+    console.line("decode-0", "Fatal Python error")
+    console.say("try: curl")
+    console.announce("ready", elsewhere)
+    console.close()
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    shown = [(line["part"], line["level"], line["message"]) for line in lines]
+    assert shown == [
+        ("decode-0", "info", "event=one"),
+        ("decode-0", "warning", "Fatal Python error"),
+        ("serve", "info", "try: curl"),
+    ]
+    assert elsewhere.getvalue() == "ready\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from segue.engine.models.model_fingerprint import weight_count
 from segue.engine.models.model_registry import ModelFamily, family_of
 from segue.engine.pool_size import ModelSize
 from segue.kv import ConfigError
+from segue.server.observe import logs
 
 #: More than any size in a description.
 _MAX_SIZE = 2**40
@@ -40,7 +41,7 @@ def resolve(model: str, cache: str | None, revision: str | None = None, *, weigh
             text = f"{stage} {Path(model).name}"
             bar.update(task, description=text, completed=done_bytes, total=total_bytes or None, visible=True)
             if stage != said and not bar.console.is_terminal:
-                print(f"segue: {text}", file=sys.stderr, flush=True)
+                logs.say(text, logging.INFO)
             said = stage
 
         folder = Path(cache) if cache else None

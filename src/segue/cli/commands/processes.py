@@ -16,7 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
-from segue.cli import flags, logs
+from segue.cli import flags
 from segue.cli.commands.models import located, model_size, resolve
 from segue.engine.cpu.processor import this_processor
 from segue.engine.model_names import served_name
@@ -26,6 +26,7 @@ from segue.kv.session import Tls, tls_from_files
 from segue.server.frontend.keys import read_keys
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.host import this_host
+from segue.server.observe import logs
 from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import argv, nearest
 from segue.server.settings.registry_address import bracket
@@ -50,21 +51,21 @@ WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1"}
 def serve(config: ServeConfig) -> int:
     """Run a deployment until a signal; the exit status."""
     folder = log_folder(config.engine.cache)
-    console = Console(folder=folder)
+    console = Console(folder=folder, log_format=config.log.log_format)
     status = 1
     try:
-        logs.configure(config.log.log_level, "serve", console)
+        logs.configure(config.log, "serve", console)
         with _interruptible():
             status, reason = _serve(config, console)
     except KeyboardInterrupt:  # before anything was started; afterwards the supervisor hears of signals
         status, reason = 1, "stopped while loading: nothing was started, and nothing was served"
     finally:
         console.close()
-        logs.configure(config.log.log_level, "serve")
+        logs.configure(config.log, "serve")
         if folder is not None:
             folder.close(keep=status != 0)
     if reason:
-        print(f"segue: {reason}", file=sys.stderr)
+        logs.say(reason)
     return status
 
 
@@ -112,7 +113,7 @@ def log_folder(cache: str | None) -> LogFolder | None:
     try:
         return LogFolder(parent)
     except OSError as exc:
-        print(f"segue: no log files are kept: {parent} cannot be written: {exc.strerror}", file=sys.stderr)
+        logs.say(f"no log files are kept: {parent} cannot be written: {exc.strerror}", logging.WARNING)
         return None
 
 
@@ -199,7 +200,7 @@ def instance(args: argparse.Namespace) -> int:
 
     def run() -> int:
         config = flags.with_secret(flags.load(InstanceConfig, role, args, role=role))
-        logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
+        logs.configure(config.log, "" if lifeline.supervised else config.label)
         lifeline.watch(config.limit.drain_s + MARGIN_S)
         check_transport(config.transport)
         threads = config.engine.threads(this_host(), config.leaders * config.size.ranks)
@@ -218,7 +219,7 @@ def instance(args: argparse.Namespace) -> int:
 
             def serving(now: InstanceConfig, url: str, door: str) -> None:
                 if not lifeline.supervised:
-                    logs.configure(now.log.log_level, now.label)  # it may have been switched
+                    logs.configure(now.log, now.label)  # it may have been switched
                     list_instance(listed, now, [url])
                 report_ready(lifeline, now.label, url, now.role, door)
 
@@ -245,8 +246,8 @@ def list_instance(listed: contextlib.ExitStack, config: InstanceConfig, urls: Se
 
 def serve_ranks(config: InstanceConfig, lifeline: Lifeline, listed: contextlib.ExitStack) -> int:
     """Run each DP rank of an instance in a process of its own; the exit status."""
-    console = Console()
-    logs.configure(config.log.log_level, "" if lifeline.supervised else config.label, console)
+    console = Console(log_format=config.log.log_format)
+    logs.configure(config.log, "" if lifeline.supervised else config.label, console)
 
     async def run() -> ServeResult:
         def say(urls: str) -> None:
@@ -257,7 +258,7 @@ def serve_ranks(config: InstanceConfig, lifeline: Lifeline, listed: contextlib.E
 
     outcome = asyncio.run(run())
     if outcome.reason:
-        print(f"segue: {outcome.reason}", file=sys.stderr)
+        logs.say(outcome.reason)
     return outcome.status
 
 
@@ -303,7 +304,7 @@ def frontend(args: argparse.Namespace) -> int:
 
     def run() -> int:
         config = flags.with_secret(flags.load(FrontendConfig, "frontend", args))
-        logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
+        logs.configure(config.log, "" if lifeline.supervised else config.label)
         lifeline.watch(config.clients.shutdown_delay_s + config.limit.drain_s + MARGIN_S)
         if not lifeline.supervised:
             check_port(config.host, config.port)

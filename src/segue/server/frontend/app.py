@@ -86,6 +86,7 @@ from segue.server.frontend.trace_context import TraceContext, passed_on, tracepa
 from segue.server.http.readiness import readiness
 from segue.server.messages.records import Records, RequestRecord, Step
 from segue.server.observe.integrity_report import NodeState, busy, process_facts
+from segue.server.observe.logs import about
 from segue.server.observe.metrics import CONTENT_TYPE, Metrics
 from segue.server.settings.shared_config import AccessConfig
 
@@ -226,7 +227,7 @@ class OpenAIServer:
             error = DeadlineExceeded("the request's deadline passed", phase="frontend")
         except Exception as failure:
             # A bug in one request's handling is that request's error, and loud.
-            log.exception("event=bug request_id=%s", call.id)
+            log.exception("event=bug", extra=about(call.id))
             error = Internal(f"{type(failure).__name__} while answering; see the log for {call.id}")
         finally:
             self._calls.discard(call)
@@ -247,9 +248,10 @@ class OpenAIServer:
         self.metrics.finished(endpoint, code)
         if code is not None and code is not ErrorCode.INVALID_REQUEST:
             text = error.info.text if error else ""
-            log.warning(_ANSWERED + " code=%s reason=%r", call.id, endpoint, call.status, seconds, code, text)
+            parts = endpoint, call.status, seconds, code, text
+            log.warning(_ANSWERED + " code=%s reason=%r", *parts, extra=about(call.id))
         else:
-            log.info(_ANSWERED, call.id, endpoint, call.status, seconds)
+            log.info(_ANSWERED, endpoint, call.status, seconds, extra=about(call.id))
 
     async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, bytes]:
         """The decoded body, and as it came."""
@@ -635,7 +637,7 @@ def _record_of(
 
 
 #: The line of each answer in the log.
-_ANSWERED: Final = "event=answered request_id=%s endpoint=%s status=%d seconds=%.3f"
+_ANSWERED: Final = "event=answered endpoint=%s status=%d seconds=%.3f"
 _GONE = AbortedByClient("the client left").info
 
 

@@ -1,4 +1,5 @@
-"""The process of one rank but the leader's: `python -m segue.server.instance.rank_process LINK_FD`.
+"""The process of one rank but the leader's: `python -m segue.server.instance.rank_process LINK_FD PART RANK
+LOG_LEVEL LOG_FORMAT`.
 
 Its main thread carries out the leader's orders (`engine.ranks.parallel_replica`), the thread of its link
 what the hand-offs ask of its pool (`kv.ranks.rank_worker`). It dies with its leader, and signals that mean
@@ -38,7 +39,9 @@ from segue.kv import (
 from segue.kv.session import tls_from_files, typed
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.kv_settings import kv_config
+from segue.server.observe import logs
 from segue.server.settings.commands import InstanceConfig
+from segue.server.settings.shared_config import LogConfig
 
 if TYPE_CHECKING:
     from segue.engine.cpu.cpu_forward import CpuForward
@@ -88,8 +91,9 @@ Messages = HereWord | SetUpOrder | LoadedWord | CannotWord | RankMessage
 SWITCH_INTERVAL_S = 0.0005
 
 
-def main(link_fd: int) -> int:
+def main(link_fd: int, part: str, rank: int, log: LogConfig) -> int:
     """Serve until the leader leaves; the exit status."""
+    logs.configure(log, part, rank=rank)
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -194,10 +198,6 @@ def _serve(link: RankLink) -> None:
         raise Internal(f"{link.name} said {order} where the configuration was due")
     config = order.config
     link.limits = config.limit.limits()
-    logging.basicConfig(
-        level=config.log.log_level.upper(),
-        format=f"%(levelname)-7s {config.label} rank {order.rank} %(name)s %(message)s",
-    )
     try:
         place = join(config.size, order.rank, meeting_point(order.port))
         forward = load_forward(Path(config.model), **load_options(config, order.pool_bytes), place=place)
@@ -214,4 +214,5 @@ def _serve(link: RankLink) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    fd, name, number, level, form = sys.argv[1:]
+    sys.exit(main(int(fd), name, int(number), LogConfig(log_level=level, log_format=form)))

@@ -25,7 +25,6 @@ from segue.engine.models.model_registry import check_experts
 from segue.kv import (
     Internal,
     LeaderId,
-    Limits,
     Memory,
     Rank,
     RankLink,
@@ -67,12 +66,12 @@ class Workers:
     """The ranks 1 … of one leader. `lost` is set by whoever serves: it is told once, on any thread, why the
     replica is over; by then no worker is left. `tell` says words to all of them, between two steps."""
 
-    def __init__(self, count: int, limits: Limits) -> None:
+    def __init__(self, count: int, config: InstanceConfig) -> None:
         self._lost: Callable[[SegueError], None] = _nobody
         #: the engine's, once it is loaded: see `RanksForward.tell`
         self.tell: Callable[[bytes], None] = _nobody
         self._error: SegueError | None = None
-        self.all = [_started(rank, limits) for rank in range(1, count + 1)]
+        self.all = [_started(rank, config) for rank in range(1, count + 1)]
 
     @property
     def links(self) -> list[RankLink]:
@@ -157,18 +156,19 @@ def _nobody(_: object) -> None:
     """The receiver of answers before the replica serves: ignores them."""
 
 
-def _started(rank: int, limits: Limits) -> RankProcess:
+def _started(rank: int, config: InstanceConfig) -> RankProcess:
     ours, theirs = socket.socketpair()
+    log_words = (config.label, str(rank), config.log.log_level, config.log.log_format)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "segue.server.instance.rank_process", str(theirs.fileno())],
+            [sys.executable, "-m", "segue.server.instance.rank_process", str(theirs.fileno()), *log_words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
     log.info("started the process of rank %d pid=%d", rank, process.pid)
-    link = RankLink(ours, f"the process of rank {rank}", limits=limits, messages=Messages)
+    link = RankLink(ours, f"the process of rank {rank}", limits=config.limit.limits(), messages=Messages)
     return RankProcess(process, link)
 
 
@@ -194,7 +194,7 @@ def open_replica(config: InstanceConfig) -> OpenedReplica:
 
         engine = load_engine(folder, **load_options(config, pool_bytes))
         return OpenedReplica(engine, engine.memory)
-    workers = Workers(config.size.ranks - 1, config.limit.limits())
+    workers = Workers(config.size.ranks - 1, config)
     try:
         return OpenedReplica(*_loaded(config, pool_bytes, folder, workers), workers)
     except BaseException:

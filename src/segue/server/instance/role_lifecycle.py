@@ -21,6 +21,8 @@ from segue.server.instance.gc import frozen_imports
 from segue.server.instance.instance import Instance
 from segue.server.instance.rank_process import SWITCH_INTERVAL_S
 from segue.server.instance.rank_workers import OpenedReplica, open_replica
+from segue.server.messages.records import RequestRecord
+from segue.server.observe.logs import log_record
 from segue.server.observe.traces import traces
 from segue.server.settings.commands import InstanceConfig
 from segue.server.supervisor import service_manager
@@ -98,8 +100,13 @@ def run_instance(
     spans = traces(os.environ, f"segue-{config.role}")
     replica = open_replica(config)
     lifecycle = RoleLifecycle(config, replica)
-    if spans is not None:
-        lifecycle.instance.scheduler.admission.records.on_record = spans.on_record
+
+    def ended(record: RequestRecord) -> None:
+        log_record(record)
+        if spans is not None:
+            spans.on_record(record)
+
+    lifecycle.instance.scheduler.admission.records.on_record = ended
     gc.collect()
     gc.freeze()
     signals = 0

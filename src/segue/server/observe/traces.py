@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from segue.kv import ConfigError
 from segue.server.messages.records import RequestRecord
+from segue.server.observe.logs import about
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -85,7 +86,7 @@ class Traces:
         try:
             self._hear(record)
         except Exception:  # the boundary: what is told of a request must not change its end
-            log.exception("the spans of a request were not made request_id=%s", record.request_id)
+            log.exception("the spans of a request were not made", extra=about(record.request_id))
 
     def _hear(self, record: RequestRecord) -> None:
         known = record.span or record.traceparent

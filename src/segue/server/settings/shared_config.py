@@ -16,6 +16,7 @@ REVISION_HELP = "branch, tag or commit of a model of the Hub (default: main)"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_HELP = "type of weights and KV; auto is bfloat16 where the processor multiplies it, float32 elsewhere"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 #: The clients whose `priority` and `user` count where prompts wait: those that have shown an API key, all, or
 #: none.
 CLIENT_ORDERS: Final = ("keys", "all", "none")
@@ -224,3 +225,4 @@ class LogConfig:
     """The log on standard error."""
 
     log_level: str = text("least severe events to log", "info", choices=LOG_LEVELS, metavar="L")
+    log_format: str = text("form of each line: text, or one JSON object", "text", choices=LOG_FORMATS)

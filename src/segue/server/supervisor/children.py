@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from segue.kv import DECODE_ERRORS, Role
 from segue.kv.session import awaited
+from segue.server.observe.logs import as_text
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.lifeline import Ready, Report, decode_report, lines
 
@@ -191,7 +192,7 @@ class Child:
 
     def _line(self, raw: bytes) -> None:
         text = raw.decode("utf-8", "replace").rstrip("\r")
-        self.last_lines.append(text[:LAST_LINE_CHARS])
+        self.last_lines.append(as_text(text)[:LAST_LINE_CHARS])
         self._console.line(self.name, text)
 
 

@@ -19,9 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TextIO, TypeVar
 
+from segue.server.observe.logs import forwarded
+
 _COLOURS = (36, 33, 32, 35, 34, 31)
 #: Lines that may wait for a terminal or a disk; more are dropped and counted.
 WAITING_LINES = 10_000
+#: The name of the process that has the terminal, in lines of its own.
+OWN = "serve"
 #: Characters that may wait, where lines are long.
 WAITING_CHARS = 8 * 2**20
 #: How long an announcement waits for lines that were before it.
@@ -111,11 +115,17 @@ class Console:
     """Writes whole lines to a terminal or file, and those of children to `folder` as well.
 
     `line` is for children, and drops lines beyond `limit`. `write` makes it the stream of a logging handler.
+    With the `log_format` json each line but those of `announce` is a JSON object.
     """
 
     def __init__(
-        self, out: TextIO | None = None, limit: int = WAITING_LINES, folder: LogFolder | None = None
+        self,
+        out: TextIO | None = None,
+        limit: int = WAITING_LINES,
+        folder: LogFolder | None = None,
+        log_format: str = "text",
     ) -> None:
+        self._json = log_format == "json"
         self._out = sys.stderr if out is None else out
         self._colour = self._out.isatty()
         self._colours: dict[str, int] = {}
@@ -134,11 +144,17 @@ class Console:
         """Queue one line of the child `name`."""
         if self._files is not None:
             self._files.put(name, f"{text}\n", droppable=True)
+        self._terminal.put(self._out, f"{self._shown(name, text)}\n", droppable=True)
+
+    def _shown(self, name: str, text: str) -> str:
+        """A line with its origin."""
+        if self._json:
+            return forwarded(name, text)
         prefix = f"{name:<10} | "
-        if self._colour:
+        if self._colour and name != OWN:
             colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
             prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
-        self._terminal.put(self._out, f"{prefix}{text}\n", droppable=True)
+        return prefix + text
 
     def write(self, text: str) -> None:
         """Queue whole lines of our own, as they are."""
@@ -151,7 +167,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Queue one line of our own."""
-        self.write(f"{text}\n")
+        self.write(f"{forwarded(OWN, text, 'info') if self._json else text}\n")
 
     def announce(self, text: str, out: TextIO | None = None) -> None:
         """Write one line to standard output, after all others. Where that is not the same terminal, a stream
@@ -168,12 +184,14 @@ class Console:
     def _without_files(self, error: Exception) -> None:
         """The disk is full, say, or the folder was removed."""
         self._folder = None
-        self.say(f"{'serve':<10} | event=log_files_end reason={str(error)!r}; no log files from here on")
+        self.write(
+            self._shown(OWN, f"event=log_files_end reason={str(error)!r}; no log files from here on") + "\n"
+        )
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what is queued, within `timeout_s`. Idempotent."""
         if self.dropped and self._terminal.put(self._out, "", droppable=False):
-            self.say(f"{'serve':<10} | event=log_lines_dropped count={self.dropped}")
+            self.write(self._shown(OWN, f"event=log_lines_dropped count={self.dropped}") + "\n")
         if self._files is not None:  # its failure is said on the terminal
             self._files.close(timeout_s)
         self._terminal.close(timeout_s)
