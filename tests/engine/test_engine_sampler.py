@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.engine.request import Grammar, SamplingParams
+from segue.engine.request import Grammar, Reasoning, SamplingParams
 from segue.engine.sampler import MAX_LOGIT_BIAS, Sampler, candidates, check_sampling
 from segue.kv.errors import ErrorCode, Internal, InvalidRequest
 
@@ -357,6 +357,51 @@ def test_a_grammar_masks_and_a_stuck_one_is_that_sequences_error():
     assert stuck.failure("").code is ErrorCode.INVALID_REQUEST
     assert other.error is None
     assert grammar.seen == [12, EOS]
+
+
+THINK, THOUGHT = 40, 41
+
+
+def reasoned(begun, output=()):
+    """A sampler whose grammar admits 12 and then EOS, after reasoning, and the tokens that it draws."""
+    grammar = Stuck([12, EOS])
+    sampler = Sampler(VOCAB, {EOS}, grammar)
+    how = SamplingParams(
+        grammar=Grammar("regex", "x"), reasoning=Reasoning(THINK, THOUGHT, begun), temperature=0
+    )
+    sampler.open(1, [1], how, output)
+
+    def draw(*liked):
+        row = torch.zeros(1, VOCAB)
+        row[0, list(liked)] = torch.arange(len(liked), 0, -1.0)
+        return sampler.sample([1], row)[0]
+
+    return grammar, draw
+
+
+def test_a_grammar_binds_after_the_reasoning_that_the_prompt_or_the_model_begins():
+    for begun in (True, False):
+        grammar, draw = reasoned(begun)
+        if not begun:
+            assert draw(7, THINK).token == THINK, "the first token is the grammar's, or begins reasoning"
+        assert [draw(token).token for token in (7, THINK, EOS + 1, THOUGHT)] == [7, THINK, EOS + 1, THOUGHT]
+        assert grammar.seen == []
+        assert draw(7).token == 12
+        assert draw(THINK).token == EOS, "the answer does not begin it again"
+        assert grammar.seen == [12, EOS]
+
+
+def test_a_model_that_does_not_reason_follows_its_grammar_from_the_first_token():
+    grammar, draw = reasoned(begun=False)
+    assert draw(12, THINK).token == 12
+    assert draw(THINK, 7).token == EOS
+    assert grammar.seen == [12, EOS]
+
+
+def test_a_sequence_that_is_opened_with_output_is_as_far_in_its_reasoning():
+    assert reasoned(begun=True, output=[7, THOUGHT])[1](7).token == 12
+    assert reasoned(begun=False, output=[THINK, 7])[1](9).token == 9
+    assert reasoned(begun=False, output=[12])[1](THINK).token == EOS
 
 
 def test_the_books_are_kept():

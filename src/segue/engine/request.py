@@ -23,13 +23,23 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str = ""
 
 
+class Reasoning(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tokens around reasoning that may come before the text of a grammar. `begun`: the prompt ends within
+    the reasoning; else the answer's first token may begin it."""
+
+    start: int
+    end: int
+    begun: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when generation ends. Meanings are OpenAI's and vLLM's.
 
     `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` are off. `logprobs` is None (none)
     or the number of alternatives per token; `prompt_logprobs` the same for the prompt. Random
     numbers are keyed by `(seed, position)`, so every way to run a request draws the same ones;
-    the frontend fills `seed` in when the client gives none.
+    the frontend fills `seed` in when the client gives none. `grammar` binds after `reasoning`, if the model
+    begins any.
     """
 
     max_tokens: int = 16
@@ -48,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    reasoning: Reasoning | None = None
 
 
 class RankHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

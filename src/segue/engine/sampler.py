@@ -30,7 +30,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from segue.engine.engine_api import SequenceResult
-from segue.engine.request import Grammar, SamplingParams
+from segue.engine.request import Grammar, Reasoning, SamplingParams
 from segue.kv import Internal, InvalidRequest, TokenLogprob
 
 MAX_LOGPROBS = 20
@@ -54,6 +54,38 @@ class GrammarState(Protocol):
     def accept(self, token: int) -> None:
         """Advance by a token. A token that the grammar refuses makes `admitted` raise."""
         ...
+
+
+class _AfterReasoning:
+    """A grammar that binds after the reasoning before it. The state depends on the tokens alone, as the
+    grammar's does."""
+
+    def __init__(self, grammar: GrammarState, marks: Reasoning, vocab_size: int) -> None:
+        self._grammar = grammar
+        self._marks = marks
+        self._vocab_size = vocab_size
+        self._thinks = marks.begun
+        #: the next token may begin reasoning
+        self._may_begin = not marks.begun
+
+    def admitted(self) -> NDArray[np.bool_]:
+        """See `GrammarState.admitted`."""
+        if self._thinks:
+            return np.ones(self._vocab_size, np.bool_)
+        admitted = self._grammar.admitted()
+        if self._may_begin:
+            admitted[self._marks.start] = True
+        return admitted
+
+    def accept(self, token: int) -> None:
+        """See `GrammarState.accept`."""
+        may_begin, self._may_begin = self._may_begin, False
+        if self._thinks:
+            self._thinks = token != self._marks.end
+        elif may_begin and token == self._marks.start:
+            self._thinks = True
+        else:
+            self._grammar.accept(token)
 
 
 class GrammarSource(Protocol):
@@ -87,6 +119,9 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         _within("prompt_logprobs", s.prompt_logprobs, 0, MAX_LOGPROBS)
     if len(s.logit_bias) > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"logit_bias may name {MAX_LOGIT_BIAS} tokens at most, not {len(s.logit_bias)}.")
+    if s.reasoning is not None:
+        for token in (s.reasoning.start, s.reasoning.end):
+            _known("reasoning", token, vocab_size)
     for token, bias in s.logit_bias.items():
         _known("logit_bias", token, vocab_size)
         _within(f"logit_bias of token {token}", bias, -100.0, 100.0)
@@ -204,6 +239,8 @@ class Sampler:
             if self._grammars is None:
                 raise InvalidRequest("This instance has no grammar support, so no output format can be set.")
             sequence.grammar = self._grammars.open(sampling.grammar)
+            if sampling.reasoning is not None:
+                sequence.grammar = _AfterReasoning(sequence.grammar, sampling.reasoning, self._vocab_size)
         for token in output:
             sequence.append(token)
         self._sequences[seq_id] = sequence

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 import threading
@@ -18,6 +19,8 @@ from test_tool_calls import ASK
 from conftest import DEADLINE_S, FakeBackend, Running, serve
 from segue.engine.request import Output, Request
 from segue.kv.errors import ConfigError, OutOfCapacity
+from segue.kv.session import guarded_listener
+from segue.kv.session.guarded_listener import GuardedListener
 from segue.server.frontend.client_tls import ClientTls
 from segue.server.frontend.frontend_listener import FrontendListener
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
@@ -136,6 +139,30 @@ async def test_a_client_without_tls_gets_no_answer(tmp_path: Path) -> None:
         with pytest.raises(httpx.HTTPError):
             async with httpx.AsyncClient() as client:
                 (await client.get(url.replace("https", "http"))).raise_for_status()
+
+
+@in_loop
+async def test_clients_whose_handshake_fails_are_one_line_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Authority(tmp_path).issue()
+    async with (
+        listening(https_cert=str(files.cert), https_key=str(files.key)) as url,
+        httpx.AsyncClient() as client,
+    ):
+        for _ in range(3):
+            answer = await client.get(url.replace("https", "http"))
+            assert "use https://" in answer.json()["error"]["message"]
+    [line] = caplog.messages
+    assert re.fullmatch(r"127\.0\.0\.1:\d+ was refused: only TLS is spoken here .* use https://", line)
+    caplog.clear()
+    listener = GuardedListener(lambda: None, server_tls=None, handshake_s=1.0, count=lambda what: None)
+    for number in range(3):
+        listener.log_refused(f"client {number}")
+    monkeypatch.setattr(guarded_listener, "REFUSED_S", 0.0)
+    listener.log_refused("client 3")
+    listener.log_refused("client 4")
+    assert caplog.messages == ["client 0", "client 3; 2 more since the last such line", "client 4"]
 
 
 def test_files_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None:

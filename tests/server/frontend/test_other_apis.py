@@ -11,7 +11,7 @@ import pytest
 from test_replies import THINKING
 from test_tool_calls import ASK, CALL, TOOLS
 
-from conftest import FakeBackend, Running, make_tokenizer, serve
+from conftest import CONTEXT, FakeBackend, Running, make_tokenizer, serve
 from segue.kv.errors import OutOfCapacity
 from segue.server.frontend.messages_api import MessagesBody, chat_of_messages
 from segue.server.frontend.problems import BadParam
@@ -344,12 +344,59 @@ def test_errors_have_the_form_of_their_api(running: Running, spoken: FakeBackend
     wrong = running.post("/v1/messages", {"messages": ASK})
     assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error")
     assert "max_tokens" in wrong.json()["error"]["message"]
+    for method, path, status, kind in (
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+    ):
+        answer = running.http.request(method, path)
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+        assert answer.json()["error"]["type"] == kind
+        assert answer.json()["request_id"] == answer.headers["x-request-id"]
+    assert running.http.post("/v1/nothing").json()["error"]["code"] == "NOT_FOUND"
     spoken.error_at, spoken.error = 6, OutOfCapacity("full")
     with (
         pytest.raises(anthropic.APIStatusError, match="full"),
         claude(running).messages.stream(model="tiny", max_tokens=300, messages=ASK) as stream,
     ):
         stream.get_final_message()
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "name"),
+    [
+        ("/v1/responses", {"input": [{"role": "user", "content": 5}]}, "input"),
+        ("/v1/responses", {"input": "a" * 3000}, "input"),
+        ("/v1/responses", {"max_output_tokens": 100_000}, "max_output_tokens"),
+        ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"text": {"format": {"type": "xml"}}}, "text.format"),
+        ("/v1/responses", {"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ("/v1/responses", {"tool_choice": "some"}, "tool_choice"),
+        ("/v1/messages", {"stop_sequences": [""]}, "stop_sequences"),
+        ("/v1/messages", {"output_config": {"effort": "much"}}, "output_config.effort"),
+        ("/v1/messages", {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_errors_call_a_field_as_its_api_does(
+    running: Running, path: str, wrong: dict[str, Any], name: str
+) -> None:
+    right = {"input": "hi"} if path.endswith("responses") else {"messages": ASK, "max_tokens": 5}
+    answer = running.post(path, right | wrong)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert name in (error["param"] if path.endswith("responses") else error["message"])
+    assert not any(
+        other in error["message"] for other in ("max_completion_tokens", "response_format", "messages[")
+    )
+
+
+def test_more_tokens_than_fit_are_those_that_fit_in_messages(running: Running, spoken: FakeBackend) -> None:
+    """Clients such as Claude Code ask for 32,000 tokens whatever the model's context is."""
+    answer = running.post("/v1/messages", {"messages": ASK, "max_tokens": 32_000})
+    assert (answer.status_code, answer.json()["stop_reason"]) == (200, "end_turn")
+    [request] = spoken.requests
+    assert request.sampling.max_tokens == CONTEXT - len(request.prompt)
+    running.post("/v1/messages", {"messages": ASK, "max_tokens": 7})
+    assert spoken.requests[-1].sampling.max_tokens == 7
 
 
 def test_the_key_of_anthropics_clients_is_taken(thinker: ModelTokenizer, spoken: FakeBackend) -> None:
@@ -373,6 +420,11 @@ def test_unknown_names_are_listed_in_a_header(running: Running) -> None:
     for path in ("/v1/responses", "/v1/messages"):
         answer = running.post(path, {"input": "x", "messages": ASK, "max_tokens": 2, "nothing": 1})
         assert "nothing" in answer.headers["x-segue-unknown-fields"]
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    for choice, listed in (("auto", True), ("required", False), ("none", False)):
+        asked = {"messages": ASK, "tools": strict, "tool_choice": choice}
+        headers = running.post("/v1/chat/completions", asked).headers
+        assert (headers.get("x-segue-unknown-fields") == "tools.strict") is listed
     many = body | {f"n{i}": i for i in range(100)}
     assert len(running.post("/v1/chat/completions", many).headers["x-segue-unknown-fields"]) < 400
     assert "x-segue-unknown-fields" not in running.post("/v1/chat/completions", {"messages": ASK}).headers

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from test_tool_calls import ASK, CALL, TOOLS
 
 from conftest import CHATML, FakeBackend, Running, make_tokenizer, serve
+from segue.engine.request import Reasoning
 from segue.server.frontend.call_bodies import properties_of, python_calls, xml_calls
 from segue.server.frontend.chat import ChatPrompt, ReplyForm, ToolUse
 from segue.server.frontend.reply_parts import Part, ReplyParser, Thought, ToolCall
@@ -366,7 +367,58 @@ def test_an_effort_reaches_the_template_or_is_refused(
             assert switched.decode(backend.requests[-1].prompt, skip_special=False).endswith(end)
 
 
-def test_a_grammar_makes_all_of_the_answer(thinker: ModelTokenizer) -> None:
+ASK_JSON: dict[str, Any] = {"response_format": {"type": "json_object"}}
+FORCED: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+
+
+@pytest.mark.parametrize("asked", [ASK_JSON, FORCED])
+@pytest.mark.parametrize(
+    ("end", "said", "begun"),
+    [
+        ("", "<think>\nHm.\n</think>\n\n", False),
+        ("", "", False),
+        ("<think>\n", "Hm.\n</think>\n\n", True),
+        ("<think>\n\n</think>\n\n", "", None),
+    ],
+)
+def test_a_constrained_answer_may_reason_first(
+    asked: dict[str, Any], end: str, said: str, begun: bool | None
+) -> None:
+    made = make_tokenizer(
+        CHATML + "{# <think></think> #}{% if add_generation_prompt %}" + end + "{% endif %}"
+    )
+    made.add_tokens(["<think>", "</think>"])
+    own, text = ModelTokenizer(made), '[{"name": "weather", "arguments": {}}]'
+    backend = FakeBackend(own, text=said + text, step=2)
+    with serve(backend, own) as running:
+        answer, streamed = whole_and_streamed(running, **({"tools": None} | asked))
+    message = answer["choices"][0]["message"]
+    assert message.get("reasoning_content") == ("Hm." if said else None)
+    assert streamed["reasoning_content"] == ("Hm." if said else "")
+    if asked is FORCED:
+        assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
+    else:
+        assert (message["content"], streamed["content"]) == (text, text)
+    marks = [own.token_id("<think>"), own.token_id("</think>")]
+    for request in backend.requests:
+        found = request.sampling.reasoning
+        assert found == (None if begun is None else Reasoning(marks[0], marks[1], begun))
+
+
+def test_a_constrained_answer_does_not_reason_where_the_reasoning_is_to_stay_in_the_text() -> None:
+    made = make_tokenizer(CHATML + "{# <think></think> #}")
+    made.add_tokens(["<think>", "</think>"])
+    own = ModelTokenizer(made)
+    backend = FakeBackend(own, text="{}")
+    with serve(backend, own) as running:
+        for more in ({"separate_reasoning": False}, {"response_format": {"type": "text"}}):
+            assert (
+                running.post("/v1/chat/completions", {"messages": ASK} | ASK_JSON | more).status_code == 200
+            )
+    assert [request.sampling.reasoning for request in backend.requests] == [None, None]
+
+
+def test_marks_of_several_tokens_leave_all_of_an_answer_to_its_grammar(thinker: ModelTokenizer) -> None:
     with serve(FakeBackend(thinker, text="<think>a</think>"), thinker) as running:
         body: dict[str, Any] = {"messages": ASK, "guided_regex": ".*"}
         message = running.post("/v1/chat/completions", body).json()["choices"][0]["message"]

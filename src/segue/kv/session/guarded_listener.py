@@ -9,6 +9,7 @@ import asyncio
 import errno
 import itertools
 import logging
+import math
 import socket
 import ssl
 from collections.abc import Callable
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: Nothing tells when the system has descriptors again, so this one wait is blind.
 PAUSE_S: Final = 0.1
+#: Time between two log lines of refused connections: more could fill a disk.
+REFUSED_S: Final = 60.0
 #: Connections that are accepted before those that are there have their turn: a flood must not keep heads that
 #: have arrived from being read, nor streams from going on.
 AT_ONCE: Final = 16
@@ -57,6 +60,7 @@ class GuardedListener:
       `max_pending` of them.
     - With `server_tls` only TLS is accepted. The first byte tells TLS from plain, so that a peer of the wrong
       kind is told why it is refused.
+    - `tls_hint` tells a peer without TLS what to do.
     - `count` is called with `refused` or `pending_dropped` for each such connection.
     - Without file descriptors the oldest pending connection is closed, or else one that `make_room` chooses.
     """
@@ -70,6 +74,7 @@ class GuardedListener:
         count: Callable[[str], None],
         max_pending: int = MAX_PENDING,
         make_room: Callable[[], object] = lambda: None,
+        tls_hint: str = tls.GIVE_BOTH,
     ) -> None:
         self._make = make
         self._tls = server_tls
@@ -77,8 +82,12 @@ class GuardedListener:
         self.pending: PendingConnections[Any] = PendingConnections(max_pending)
         self._count = count
         self._make_room = make_room
+        self._tls_hint = tls_hint
         self._admissions: dict[Any, tuple[asyncio.Task[Any], socket.socket]] = {}
         self._accepting: asyncio.Task[None] | None = None
+        #: when a refused connection was logged last, and how many were not since
+        self._refused_at = -math.inf
+        self._refused_unsaid = 0
 
     def open(self, listener: socket.socket) -> None:
         """Begin to accept on a listening, non-blocking socket, which stays the caller's."""
@@ -99,6 +108,15 @@ class GuardedListener:
         protocol = self._make()
         self._drop(self.pending.add(protocol, host))
         return protocol
+
+    def log_refused(self, text: str) -> None:
+        """Log a connection that was refused: one line a minute, which counts those that had none."""
+        now = asyncio.get_running_loop().time()
+        if now - self._refused_at < REFUSED_S:
+            self._refused_unsaid += 1
+            return
+        unsaid, self._refused_unsaid, self._refused_at = self._refused_unsaid, 0, now
+        log.warning("%s%s", text, f"; {unsaid} more since the last such line" if unsaid else "")
 
     def authenticated(self, protocol: PendingProtocol) -> None:
         """Its peer is authenticated."""
@@ -150,7 +168,7 @@ class GuardedListener:
             raise BootstrapUnreachable(f"it said nothing for {self._handshake_s} s") from None
         if first != tls.HANDSHAKE_RECORD:
             protocol.refuse_when_made(
-                PeerRefused(f"only TLS is spoken here and the other side began without; {tls.GIVE_BOTH}")
+                PeerRefused(f"only TLS is spoken here and the other side began without; {self._tls_hint}")
             )
             await loop.connect_accepted_socket(lambda: protocol, sock)
             return
@@ -169,7 +187,7 @@ class GuardedListener:
         if isinstance(failure, ssl.SSLError):
             self._count("refused")
             error = Unauthorized(f"{where} was refused: {tls.explain_tls(failure)}")
-            log.warning("%s", error)
+            self.log_refused(str(error))
         elif isinstance(failure, SegueError):
             error = failure
         else:

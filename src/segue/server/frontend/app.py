@@ -7,7 +7,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -27,20 +27,24 @@ from segue.kv import (
     ErrorCode,
     ErrorInfo,
     Internal,
+    InvalidRequest,
     Limits,
+    NotFound,
     OutOfCapacity,
     RequestTooLarge,
     SegueError,
 )
 from segue.server.frontend.answers import Answer
 from segue.server.frontend.backend import Backend, Generator
-from segue.server.frontend.chat import chat_prompt
+from segue.server.frontend.chat import chat_prompt, unforced_strict
 from segue.server.frontend.detokenize import decode_in_pieces
+from segue.server.frontend.dialects import dialect_of
 from segue.server.frontend.generate import Meter, Piece, generate
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send, request_id_of
 from segue.server.frontend.keys import ApiKeys, KeyCheck
 from segue.server.frontend.messages_api import (
     IGNORED_IN_MESSAGES,
+    MESSAGES_NAMES,
     REFUSED_IN_MESSAGES,
     MessagesAnswer,
     MessagesBody,
@@ -63,8 +67,8 @@ from segue.server.frontend.params import (
     header_rank,
     waiting_order,
 )
-from segue.server.frontend.plan import Plan, Planner
-from segue.server.frontend.problems import BadParam, UnknownModel, error_body
+from segue.server.frontend.plan import Plan, Planner, at_most
+from segue.server.frontend.problems import BadParam, UnknownModel, error_body, renamed
 from segue.server.frontend.request_memory import (
     MAX_WEIGHT,
     MIN_BUDGET,
@@ -76,6 +80,7 @@ from segue.server.frontend.request_memory import (
 from segue.server.frontend.responses_api import (
     IGNORED_IN_RESPONSES,
     REFUSED_IN_RESPONSES,
+    RESPONSES_NAMES,
     ResponsesAnswer,
     ResponsesBody,
     chat_of_responses,
@@ -321,7 +326,9 @@ class OpenAIServer:
         async def work(call: HttpCall, started: float) -> None:
             read = await self.read(call, ResponsesBody)
             await self.generation(
-                call, started, *await self._as_chat(call, *read, chat_of_responses, ResponsesAnswer)
+                call,
+                started,
+                *await self._as_chat(call, read[0], read[1], *_RESPONSES),
             )
 
         await self.serve(scope, receive, send, "responses", work)
@@ -329,19 +336,23 @@ class OpenAIServer:
     async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
             read = await self.read(call, MessagesBody)
-            if read[0].max_tokens is None:
-                raise BadParam("max_tokens: a number is needed", "max_tokens")
-            await self.generation(
-                call, started, *await self._as_chat(call, *read, chat_of_messages, MessagesAnswer)
-            )
+            if (most := read[0].max_tokens) is None or most < 1:
+                raise BadParam("max_tokens: a number from 1 on is needed", "max_tokens")
+            chat, raw, make = await self._as_chat(call, read[0], read[1], *_MESSAGES)
+            del read
+
+            def fitting(chat: ChatBody, card: ModelCard, call_id: str) -> Plan:
+                return at_most(make(chat, card, call_id), most)
+
+            await self.generation(call, started, chat, raw, fitting)
 
         await self.serve(scope, receive, send, "messages", work)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
             body, raw = await self.read(call, MessagesBody)
-            chat, _, make = await self._as_chat(call, body, raw, chat_of_messages, MessagesAnswer)
-            plan = await self.plan(call, msgspec.structs.replace(chat, max_tokens=None), raw, make)
+            chat, _, make = await self._as_chat(call, body, raw, *_MESSAGES)
+            plan = await self.plan(call, chat, raw, make)
             await call.answer(200, {"input_tokens": len(plan.samples[0].request.prompt)})
 
         await self.serve(scope, receive, send, "count_tokens", work)
@@ -353,12 +364,17 @@ class OpenAIServer:
         raw: bytes,
         chat_of: Callable[[T], ChatBody],
         answer_of: Callable[[Answer, T], Answer],
+        names: Mapping[str, str],
     ) -> tuple[ChatBody, bytes, Callable[[ChatBody, ModelCard, str], Plan]]:
-        """A body of another API as a chat, and the plan that answers it in its own form."""
+        """A body of another API as a chat, and the plan that answers it in its own form. Errors call fields
+        of the chat by their `names` in that API."""
         chat = with_header_rank(call, await self.off_loop(len(raw), lambda: chat_of(body)))
 
         def make(chat: ChatBody, card: ModelCard, call_id: str) -> Plan:
-            plan = self.planner.chat(chat, card, call_id)
+            try:
+                plan = self.planner.chat(chat, card, call_id)
+            except BadParam as error:
+                raise renamed(error, names) from None
             return Plan(answer_of(plan.answer, body), plan.stream, include_usage=True)
 
         return chat, raw, make
@@ -387,6 +403,8 @@ class OpenAIServer:
         """The generations to run for `body`; the caller should drop `body` afterwards. Raises BadParam."""
         counts = self.settings.access.client_order
         trusted = counts == "all" or (counts == "keys" and call.has_key)
+        if isinstance(body, ChatBody) and unforced_strict(body):
+            call.list_unknown(["tools.strict"])
         card, (priority, tenant) = self.card(), waiting_order(body, call.tenant, trusted=trusted)
         salt = cache_salt(body, call.cache_domain)
         made = await self.off_loop(len(raw), lambda: make(body, card, call.id))
@@ -603,7 +621,7 @@ class OpenAIServer:
         return JSONResponse(body, status, headers=headers)
 
     async def http_error(self, request: HttpRequest, error: Exception) -> Response:
-        """404 and 405, as OpenAI's error body too."""
+        """404 and 405, in the form of the path's API."""
         assert isinstance(error, HTTPException)
         path = request.scope["path"][:200]
         what = (
@@ -611,9 +629,10 @@ class OpenAIServer:
             if error.status_code == 404
             else f"{request.method[:20]} is not allowed at {path}"
         )
-        code = ErrorCode.NOT_FOUND if error.status_code == 404 else ErrorCode.INVALID_REQUEST
-        body = error_body(ErrorInfo(code=code, text=what), status=error.status_code)
-        response = self._json(request, body, error.status_code)
+        failure = NotFound(what) if error.status_code == 404 else InvalidRequest(what)
+        request_id = request_id_of(request.scope)
+        body = dialect_of(request.scope["path"]).body(failure, request_id, status=error.status_code)
+        response = JSONResponse(body, error.status_code, headers={"x-request-id": request_id})
         response.headers.update(error.headers or {})
         return response
 
@@ -636,6 +655,9 @@ def _record_of(
     )
 
 
+#: Translations of other APIs, for `_as_chat`.
+_RESPONSES: Final = (chat_of_responses, ResponsesAnswer, RESPONSES_NAMES)
+_MESSAGES: Final = (chat_of_messages, MessagesAnswer, MESSAGES_NAMES)
 #: The line of each answer in the log.
 _ANSWERED: Final = "event=answered endpoint=%s status=%d seconds=%.3f"
 _GONE = AbortedByClient("the client left").info

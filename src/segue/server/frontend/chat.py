@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from segue.engine.request import Grammar
+from segue.engine.request import Grammar, Reasoning
 from segue.server.frontend.call_bodies import Properties, properties_of
 from segue.server.frontend.openai_types import ChatBody, Tool
 from segue.server.frontend.problems import BadParam
@@ -74,7 +74,8 @@ class ReplyForm:
     """The form of the answers to one request. `make` gives a fresh parser for one sample.
 
     The model's response template (`response`) comes before the forms that its chat `template` is known by.
-    With `plain` a grammar makes the answer: all of it is text, or the forced call.
+    With `plain` a grammar makes the answer: all of it is text, or the forced call, but for the `reasoning`
+    before it.
     """
 
     prompt: ChatPrompt
@@ -84,14 +85,12 @@ class ReplyForm:
     plain: bool = False
     thoughts: bool = True
     hidden: bool = False
+    reasoning: Reasoning | None = None
 
     def make(self) -> ReplyParser | None:
         """A fresh parser, or None: all that the model says is text."""
-        if self.use.forced:
-            forced = ForcedParser("arguments" if self.use.name else "calls", self.use.name)
-            return FirstCall(forced) if self.use.single else forced
-        if self.plain:
-            return None
+        if self.use.forced or self.plain:
+            return self._constrained()
         properties = None if self.use.tools is None else properties_of(self.use.tools)
         parser = self._parser(properties)
         if parser is None:
@@ -100,6 +99,18 @@ class ReplyForm:
             parser = WithoutSpace(parser)
         if self.use.single:
             parser = FirstCall(parser)
+        return WithoutThoughts(parser) if self.hidden else parser
+
+    def _constrained(self) -> ReplyParser | None:
+        parser: ReplyParser | None = None
+        if self.use.forced:
+            parser = ForcedParser("arguments" if self.use.name else "calls", self.use.name)
+            if self.use.single:
+                parser = FirstCall(parser)
+        marks = thought_marks(self.template)
+        if self.reasoning is None or marks is None:
+            return parser
+        parser = ReasoningParser(marks, parser, begun=self.reasoning.begun)
         return WithoutThoughts(parser) if self.hidden else parser
 
     def _parser(self, properties: Properties | None) -> ReplyParser | None:
@@ -115,16 +126,33 @@ class ReplyForm:
 
 def reply_form(body: ChatBody, use: ToolUse, prompt: ChatPrompt, tokenizer: ModelTokenizer) -> ReplyForm:
     """The form of the answers to `body`."""
-    constrained = body.response_format is not None and body.response_format.type != "text"
+    template = tokenizer.chat_template(tools=use.tools is not None)
+    plain = _constrained(body) or (body.response_format is not None and body.response_format.type != "text")
+    thoughts = body.separate_reasoning is not False
+    may_reason = thoughts and (plain or use.forced)
     return ReplyForm(
         prompt,
         use,
-        tokenizer.chat_template(tools=use.tools is not None),
+        template,
         tokenizer.response,
-        plain=constrained or _constrained(body),
-        thoughts=body.separate_reasoning is not False,
+        plain=plain,
+        thoughts=thoughts,
         hidden=body.include_reasoning is False,
+        reasoning=_before_grammar(template, prompt, tokenizer) if may_reason else None,
     )
+
+
+def _before_grammar(template: str | None, prompt: ChatPrompt, tokenizer: ModelTokenizer) -> Reasoning | None:
+    """The reasoning that may come before a constrained answer. None: the model does not reason, the prompt or
+    the client has ended the reasoning, or a mark of it is not a single token."""
+    marks = thought_marks(template)
+    if marks is None or prompt.text.rstrip().endswith(marks[1]):
+        return None
+    begun = begun_by(prompt.text, marks, prompt.begun)
+    start, end = map(tokenizer.token_id, marks)
+    if start is None or end is None or (prompt.begun and not begun):
+        return None
+    return Reasoning(start, end, begun)
 
 
 def _constrained(body: ChatBody) -> bool:
@@ -260,6 +288,12 @@ def tool_use(body: ChatBody) -> ToolUse:
     if choice == "required":
         return ToolUse(shown, _any_call(tools, 1 if single else MAX_CALLS), forced=True, single=single)
     return _named(choice, tools, shown)
+
+
+def unforced_strict(body: ChatBody) -> bool:
+    """Whether a tool is to be `strict` where the model decides whether it calls: nothing forces its arguments
+    then."""
+    return body.tool_choice in (None, "auto") and any(tool.function.strict for tool in body.tools or ())
 
 
 def _named(choice: object, tools: list[Tool], shown: list[dict[str, Any]]) -> ToolUse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import ssl
 from collections.abc import Callable
@@ -22,6 +23,7 @@ REQUEST_S = 75.0
 #: first.
 IDLE_S = 75.0
 _TLS_HINT = "this server speaks plain HTTP: use http://, or give it --https-cert and --https-key"
+_HTTPS_HINT = "use https://"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -66,4 +68,6 @@ class HttpServer(GuardedServer):
         server_tls: ssl.SSLContext | None = None,
     ) -> None:
         guard = guard or public_guard()
+        if server_tls is not None:
+            guard = dataclasses.replace(guard, tls_hint=_HTTPS_HINT)
         super().__init__(app, sock, guard=guard, drain_s=drain_s, server_tls=server_tls)

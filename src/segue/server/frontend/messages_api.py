@@ -88,8 +88,17 @@ IGNORED_IN_MESSAGES: Final = frozenset(
 )
 
 
+#: What this API calls fields of a chat.
+MESSAGES_NAMES: Final = {
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+
+
 def chat_of_messages(body: MessagesBody) -> ChatBody:
-    """The chat that `body` asks for. Raises BadParam for what is not built."""
+    """The chat that `body` asks for, without its `max_tokens`. Raises BadParam for what is not built."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _texts(body.system, "system")})
@@ -102,7 +111,6 @@ def chat_of_messages(body: MessagesBody) -> ChatBody:
     return ChatBody(
         model=body.model,
         messages=messages,
-        max_tokens=body.max_tokens,
         stop=body.stop_sequences,
         stream=body.stream,
         temperature=body.temperature,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from segue.engine.request import Grammar, RankHints, Request, SamplingParams
+from segue.engine.request import Grammar, RankHints, Reasoning, Request, SamplingParams
 from segue.server.frontend.openai_types import GenerateFields, Number
 from segue.server.frontend.problems import BadParam
 from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults
@@ -164,6 +164,7 @@ def sampling(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
+    reasoning: Reasoning | None = None,
 ) -> SamplingParams:
     """The sampling of one prompt. `default_max_tokens` None means: what the context leaves."""
     room = card.context_tokens - prompt_tokens
@@ -205,6 +206,7 @@ def sampling(
         logprobs=_logprobs("logprobs", logprobs),
         prompt_logprobs=_logprobs("logprobs", prompt_logprobs),
         grammar=grammar,
+        reasoning=reasoning,
     )
 
 

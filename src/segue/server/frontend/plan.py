@@ -60,6 +60,15 @@ class Plan:
         return SAMPLE_BYTES * len(requests) + TOKEN_BYTES * tokens + 4 * texts
 
 
+def at_most(plan: Plan, tokens: int) -> Plan:
+    """`plan` with answers of at most so many tokens."""
+    for sample in plan.samples:
+        sampling = sample.request.sampling
+        sampling = msgspec.structs.replace(sampling, max_tokens=min(tokens, sampling.max_tokens))
+        sample.request = msgspec.structs.replace(sample.request, sampling=sampling)
+    return plan
+
+
 @dataclass(slots=True)
 class Planner:
     """Makes plans for one model. Pure but for the clock's date; used from worker threads too."""
@@ -93,6 +102,7 @@ class Planner:
         check_prompt(prompt.ids, card, "messages")
         max_tokens, max_tokens_param = asked_tokens(body)
         n = samples(body)
+        form = reply_form(body, use, prompt, self.tokenizer)
         params = sampling(
             body,
             card,
@@ -103,10 +113,10 @@ class Planner:
             default_max_tokens=None if logprobs is None or body.stream else most_tokens(n, logprobs),
             logprobs=logprobs,
             grammar=grammar or use.grammar,
+            reasoning=form.reasoning,
         )
         text = text_options(body)
         ranks = rank_hints(body)
-        form = reply_form(body, use, prompt, self.tokenizer)
         choices = [self._chat_choice(call_id, prompt.ids, params, text, form, ranks, i) for i in range(n)]
         shape = _shape(body, card, f"chatcmpl-{call_id}", int(self.today()), logprobs is not None)
         answer = ChatAnswer(shape, choices, self.tokenizer)

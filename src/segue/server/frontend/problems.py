@@ -7,6 +7,7 @@ which parameter was wrong and OpenAI's own code where one exists.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 
@@ -38,6 +39,16 @@ class BadParam(InvalidRequest):
         super().__init__(text)
         self.param = param
         self.openai_code = openai_code
+
+
+def renamed(error: BadParam, names: Mapping[str, str]) -> BadParam:
+    """`error` with the field by its name in another API. Places within the field are left out: they are those
+    of the chat that was made of it."""
+    place = error.param or ""
+    name = names.get(place.partition("[")[0].partition(".")[0])
+    if name is None:
+        return error
+    return BadParam(error.info.text.replace(place, name, 1), name, error.openai_code)
 
 
 class UnknownModel(NotFound):
@@ -86,8 +97,8 @@ def error_body(
     }
 
 
-def body_of(error: SegueError) -> dict[str, object]:
-    """`error_body` of an exception, with the parameter it names."""
+def body_of(error: SegueError, status: int | None = None) -> dict[str, object]:
+    """`error_body` of an exception, with the parameter it names; `status` if it is not the error's own."""
     if isinstance(error, BadParam | UnknownModel | BadKey):
         return error_body(error.info, param=error.param, code=error.openai_code)
-    return error_body(error.info, status=error.status)
+    return error_body(error.info, status=status or error.status)

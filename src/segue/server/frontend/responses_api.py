@@ -93,6 +93,16 @@ _SAME: Final = (
 )
 
 
+#: What this API calls fields of a chat.
+RESPONSES_NAMES: Final = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
 def chat_of_responses(body: ResponsesBody) -> ChatBody:
     """The chat that `body` asks for. Raises BadParam for what is not built."""
     if body.truncation not in (None, "disabled"):
@@ -124,8 +134,10 @@ def _tool(tool: dict[str, Any], where: str) -> Tool:
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if isinstance(choice, dict):
-        raise BadParam("tool_choice: a mode, or {'type': 'function', 'name': …}", "tool_choice")
+    if choice not in (None, "none", "auto", "required"):
+        raise BadParam(
+            "tool_choice: 'none', 'auto', 'required' or {'type': 'function', 'name': …}", "tool_choice"
+        )
     return choice
 
 

@@ -88,7 +88,7 @@ class Guard:
     A connection without a request is closed after `idle_s`. At most `max_pending` connections have proven
     nothing, half of them from one address, and at most `max_members` have; with `head_is_proof` a
     whole head is all that must be shown. `body_of` is the body of an error that no handler answers,
-    `tls_hint` what to do about a client that speaks TLS.
+    `tls_hint` what to do if only one of client and server speaks TLS.
     """
 
     head_s: float
@@ -175,7 +175,8 @@ class GuardedHttp(HttpToolsProtocol):
         send_at_once(transport)
         self._start_clock()
         if self._refuse_with is not None:
-            log.warning("%s was refused: %s", self.client, self._refuse_with)
+            where = "a client" if self.client is None else "{}:{}".format(*self.client)
+            self.server_of.log_refused(f"{where} was refused: {self._refuse_with}")
             self._last_words(self._refuse_with)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -367,6 +368,7 @@ class GuardedServer(uvicorn.Server):
             count=self.count,
             max_pending=guard.max_pending,
             make_room=self._make_room,
+            tls_hint=guard.tls_hint,
         )
 
     @property
@@ -472,6 +474,10 @@ class GuardedServer(uvicorn.Server):
             del connection.place[connection]
             connection.place = None
         self._listener.closed(connection)
+
+    def log_refused(self, text: str) -> None:
+        """See `GuardedListener.log_refused`."""
+        self._listener.log_refused(text)
 
     def count(self, what: str) -> None:
         """Count one more of `what`."""

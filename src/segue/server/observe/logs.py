@@ -133,7 +133,7 @@ def as_text(line: str) -> str:
 
 
 def _logged(line: str) -> dict[str, object]:
-    """What a line says that a `JsonFormatter` has written; empty for another line."""
+    """The object of a line that a `JsonFormatter` has written; empty for another line."""
     try:
         found = json.loads(line) if line.startswith('{"ts"') else {}
     except (ValueError, RecursionError):  # a line that was cut
