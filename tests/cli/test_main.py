@@ -213,6 +213,11 @@ def test_a_clients_key_is_never_shown_nor_put_on_a_command_line(
         said = capsys.readouterr()
         assert "hunter2" not in said.err + said.out
         assert (f'"Authorization: Bearer {shown}"' in said.err) is bool(shown)
+        assert "--cacert" not in said.err
+    console = Console()
+    processes.announce_ready(console, "https://127.0.0.1:7", "m", None, "my cert.pem")
+    console.close()
+    assert "try: curl --cacert 'my cert.pem' https://127.0.0.1:7/v1" in capsys.readouterr().err
 
 
 # ---- children -----------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
 
     def announce(url: str, registry: str, secret_file: str) -> None:
         list_deployment(listed, url, name, registry, secret_file, config.tls)
-        announce_ready(console, url, name, config.access if keys else None)
+        announce_ready(console, url, name, config.access if keys else None, config.clients.https_cert)
 
     async def run() -> ServeResult:
         return await Supervisor(
@@ -174,8 +174,11 @@ def list_deployment(
         )
 
 
-def announce_ready(console: Console, url: str, model: str, access: AccessConfig | None) -> None:
-    """Print a request to try, without a key in it: a terminal's history and logs must not contain one."""
+def announce_ready(
+    console: Console, url: str, model: str, access: AccessConfig | None, https_cert: str | None = None
+) -> None:
+    """Print a request to try, without a key in it: a terminal's history and logs must not contain one. It
+    trusts the server's own certificate, which may have no authority."""
     shown = ""
     if access is not None:
         key = "$SEGUE_API_KEY"
@@ -184,7 +187,10 @@ def announce_ready(console: Console, url: str, model: str, access: AccessConfig 
         shown = f' -H "Authorization: Bearer {key}"'
     question = {"role": "user", "content": "What is the capital of France?"}
     body = shlex.quote(json.dumps({"model": model, "temperature": 0, "messages": [question]}))
-    console.say(f"try: curl {url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {body}")
+    trust = "" if https_cert is None else f"--cacert {shlex.quote(https_cert)} "
+    console.say(
+        f"try: curl {trust}{url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {body}"
+    )
     start = shlex.quote(sys.argv[0])
     if sys.argv[0].endswith(".py"):
         start = f"{shlex.quote(sys.executable)} -m segue.cli.main"
