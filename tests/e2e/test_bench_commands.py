@@ -36,8 +36,8 @@ SMALLEST = {
     "transport": ("--rounds", "2"),
     "transports": (*ONCE, "--seconds", "1"),
 }
-#: `tests/e2e/chaos` and `tests/lab/sim` run what these do, `first_hour` installs everything again; those after them need the default model or other
-#: people's routers
+#: `tests/e2e/chaos` and `tests/lab/sim` run what these do; `first_hour` installs everything; those after
+#: them need the default model or other people's routers
 ELSEWHERE = {"changes", "etcd", "first_hour", "kills", "sim_many"}
 ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
 #: These need another commit's tree, vLLM, or gigabytes of memory.
