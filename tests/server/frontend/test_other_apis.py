@@ -420,6 +420,20 @@ def test_unknown_names_are_listed_in_a_header(running: Running) -> None:
     for path in ("/v1/responses", "/v1/messages"):
         answer = running.post(path, {"input": "x", "messages": ASK, "max_tokens": 2, "nothing": 1})
         assert "nothing" in answer.headers["x-segue-unknown-fields"]
+    for path, inner, name in (
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "text", "nothing": 1}},
+            "response_format.nothing",
+        ),
+        ("/v1/completions", {"stream_options": {"nothing": 1}, "stream": True}, "stream_options.nothing"),
+        ("/v1/responses", {"reasoning": {"nothing": 1}}, "reasoning.nothing"),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1}}, "thinking.budget_tokens"),
+    ):
+        # What another API needs is an unknown field of this one.
+        right = {"input": "x", "messages": ASK, "prompt": "x", "max_tokens": 2}
+        listed = running.post(path, right | inner).headers["x-segue-unknown-fields"]
+        assert name in listed.split(", ")
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     for choice, listed in (("auto", True), ("required", False), ("none", False)):
         asked = {"messages": ASK, "tools": strict, "tool_choice": choice}

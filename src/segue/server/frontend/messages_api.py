@@ -88,7 +88,7 @@ IGNORED_IN_MESSAGES: Final = frozenset(
 )
 
 
-#: What this API calls fields of a chat.
+#: The names of a chat's fields in this API.
 MESSAGES_NAMES: Final = {
     "messages": "messages",
     "stop": "stop_sequences",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -199,6 +199,16 @@ _REFUSED: dict[type[msgspec.Struct], Refused] = {
 OtherFields = tuple[Refused, frozenset[str]]
 
 
+def _objects(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
+    """The fields of `kind` that are objects with fields of their own, and those."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        for part in get_args(hint):
+            if isinstance(part, type) and issubclass(part, msgspec.Struct):
+                found[name] = frozenset(part.__struct_fields__)
+    return found
+
+
 class BodyReader:
     """Decoders made once. `read` raises BadParam for anything that is not a `kind`, or asks for what is not
     built. `more` are kinds of other APIs, with the fields that they refuse and those that they ignore."""
@@ -214,6 +224,7 @@ class BodyReader:
             kind: frozenset(found.__struct_fields__) | (more[kind][1] if kind in more else IGNORED)
             for kind, found in types.items()
         }
+        self._inner = {kind: _objects(kind) for kind in types}
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
     @property
@@ -222,8 +233,16 @@ class BodyReader:
         return self._refused
 
     def unknown(self, raw: bytes, kind: type[msgspec.Struct]) -> list[str]:
-        """The names in a body that `read` has read which are no fields of `kind`."""
-        return [name for name in self._names.decode(raw) if name not in self._known[kind]]
+        """The names in a body that `read` has read which are no fields of `kind` or of its objects."""
+        known, inner, found = self._known[kind], self._inner[kind], list[str]()
+        for name, value in self._names.decode(raw).items():
+            if name not in known:
+                found.append(name)
+            elif name in inner and bytes(value).lstrip()[:1] == b"{":
+                found += [
+                    f"{name}.{field}" for field in self._names.decode(value) if field not in inner[name]
+                ]
+        return found
 
     def read(self, raw: bytes, kind: type[Body]) -> Body:
         try:

@@ -93,7 +93,7 @@ _SAME: Final = (
 )
 
 
-#: What this API calls fields of a chat.
+#: The names of a chat's fields in this API.
 RESPONSES_NAMES: Final = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
