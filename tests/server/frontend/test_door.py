@@ -158,11 +158,17 @@ async def test_clients_whose_handshake_fails_are_one_line_a_minute(
     caplog.clear()
     listener = GuardedListener(lambda: None, server_tls=None, handshake_s=1.0, count=lambda what: None)
     for number in range(3):
-        listener.log_refused(f"client {number}")
+        listener.log_refused(f"client {number}", "no")
+    listener.log_refused("client 9", "another reason")
     monkeypatch.setattr(guarded_listener, "REFUSED_S", 0.0)
-    listener.log_refused("client 3")
-    listener.log_refused("client 4")
-    assert caplog.messages == ["client 0", "client 3; 2 more since the last such line", "client 4"]
+    listener.log_refused("client 3", "no")
+    listener.log_refused("client 4", "no")
+    assert caplog.messages == [
+        "client 0 was refused: no",
+        "client 9 was refused: another reason",
+        "client 3 was refused: no; 2 more since the last such line",
+        "client 4 was refused: no",
+    ]
 
 
 def test_files_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None:

@@ -658,7 +658,7 @@ def ranks(*words: tuple[object, ...], stubborn: bool = False) -> Made:
     """Ranks 1 … with what each says."""
     log: list[str] = []
     links = [Link(log, *each) for each in words]
-    made = Workers(0, InstanceConfig(role=Role.DECODE, model="m"))
+    made = Workers(0, InstanceConfig(role=Role.PREFILL, model="m"))
     made.all = [RankProcess(Process(log, stubborn=stubborn), link) for link in links]  # type: ignore[arg-type]
     return Made(made, log, links)
 

@@ -33,6 +33,8 @@ _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUF
 PAUSE_S: Final = 0.1
 #: Time between two log lines of refused connections: more could fill a disk.
 REFUSED_S: Final = 60.0
+#: Reasons that are told apart.
+MAX_REASONS: Final = 16
 #: Connections that are accepted before those that are there have their turn: a flood must not keep heads that
 #: have arrived from being read, nor streams from going on.
 AT_ONCE: Final = 16
@@ -85,9 +87,8 @@ class GuardedListener:
         self._tls_hint = tls_hint
         self._admissions: dict[Any, tuple[asyncio.Task[Any], socket.socket]] = {}
         self._accepting: asyncio.Task[None] | None = None
-        #: when a refused connection was logged last, and how many were not since
-        self._refused_at = -math.inf
-        self._refused_unsaid = 0
+        #: by reason: when a refused connection was logged last, and how many were not since
+        self._refused: dict[str, tuple[float, int]] = {}
 
     def open(self, listener: socket.socket) -> None:
         """Begin to accept on a listening, non-blocking socket, which stays the caller's."""
@@ -109,14 +110,19 @@ class GuardedListener:
         self._drop(self.pending.add(protocol, host))
         return protocol
 
-    def log_refused(self, text: str) -> None:
-        """Log a connection that was refused: one line a minute, which counts those that had none."""
+    def log_refused(self, where: str, reason: str) -> None:
+        """Log a connection that was refused: for each reason one line a minute, which counts those that had
+        none."""
         now = asyncio.get_running_loop().time()
-        if now - self._refused_at < REFUSED_S:
-            self._refused_unsaid += 1
+        logged_at, unsaid = self._refused.get(reason, (-math.inf, 0))
+        if now - logged_at < REFUSED_S:
+            self._refused[reason] = logged_at, unsaid + 1
             return
-        unsaid, self._refused_unsaid, self._refused_at = self._refused_unsaid, 0, now
-        log.warning("%s%s", text, f"; {unsaid} more since the last such line" if unsaid else "")
+        if len(self._refused) >= MAX_REASONS:
+            self._refused.clear()
+        self._refused[reason] = now, 0
+        more = f"; {unsaid} more since the last such line" if unsaid else ""
+        log.warning("%s was refused: %s%s", where, reason, more)
 
     def authenticated(self, protocol: PendingProtocol) -> None:
         """Its peer is authenticated."""
@@ -186,8 +192,9 @@ class GuardedListener:
         error: SegueError
         if isinstance(failure, ssl.SSLError):
             self._count("refused")
-            error = Unauthorized(f"{where} was refused: {tls.explain_tls(failure)}")
-            self.log_refused(str(error))
+            reason = tls.explain_tls(failure)
+            error = Unauthorized(f"{where} was refused: {reason}")
+            self.log_refused(where, reason)
         elif isinstance(failure, SegueError):
             error = failure
         else:

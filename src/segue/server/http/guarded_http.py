@@ -176,7 +176,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._start_clock()
         if self._refuse_with is not None:
             where = "a client" if self.client is None else "{}:{}".format(*self.client)
-            self.server_of.log_refused(f"{where} was refused: {self._refuse_with}")
+            self.server_of.log_refused(where, str(self._refuse_with))
             self._last_words(self._refuse_with)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -475,9 +475,9 @@ class GuardedServer(uvicorn.Server):
             connection.place = None
         self._listener.closed(connection)
 
-    def log_refused(self, text: str) -> None:
+    def log_refused(self, where: str, reason: str) -> None:
         """See `GuardedListener.log_refused`."""
-        self._listener.log_refused(text)
+        self._listener.log_refused(where, reason)
 
     def count(self, what: str) -> None:
         """Count one more of `what`."""
