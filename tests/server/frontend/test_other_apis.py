@@ -426,12 +426,16 @@ def test_unknown_names_are_listed_in_a_header(running: Running) -> None:
             {"response_format": {"type": "text", "nothing": 1}},
             "response_format.nothing",
         ),
-        ("/v1/completions", {"stream_options": {"nothing": 1}, "stream": True}, "stream_options.nothing"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stream_options": {"nothing": 1}, "stream": True},
+            "stream_options.nothing",
+        ),
         ("/v1/responses", {"reasoning": {"nothing": 1}}, "reasoning.nothing"),
-        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1}}, "thinking.budget_tokens"),
+        ("/v1/messages", {"output_config": {"nothing": 1}}, "output_config.nothing"),
     ):
         # What another API needs is an unknown field of this one.
-        right = {"input": "x", "messages": ASK, "prompt": "x", "max_tokens": 2}
+        right = {"input": "x", "messages": ASK, "max_tokens": 2}
         listed = running.post(path, right | inner).headers["x-segue-unknown-fields"]
         assert name in listed.split(", ")
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]

@@ -192,7 +192,7 @@ def test_what_people_try_first_is_explained() -> None:
     "word",
     [
         "otlp-traces-endpoint",
-        "log-format",
+        "json-output",
         "reasoning-parser",
         "disaggregation-ib-device",
         "disable-radix-cache",
