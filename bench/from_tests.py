@@ -13,6 +13,7 @@ FOLDERS = [
     _TESTS / "vllm_engines",
     _TESTS / "integrations" / "vllm",
     _TESTS / "sglang_engines",
+    _TESTS / "deploy",
     _TESTS,
 ]
 sys.path[:0] = map(str, FOLDERS)

@@ -36,9 +36,9 @@ SMALLEST = {
     "transport": ("--rounds", "2"),
     "transports": (*ONCE, "--seconds", "1"),
 }
-#: `tests/e2e/chaos` and `tests/lab/sim` run what these do; `first_hour` installs everything; those after
-#: them need the default model or other people's routers
-ELSEWHERE = {"changes", "etcd", "first_hour", "kills", "sim_many"}
+#: `tests/deploy`, `tests/e2e/chaos` and `tests/lab/sim` run what these do; `first_hour` installs everything;
+#: those after them need the default model or other people's routers
+ELSEWHERE = {"changes", "etcd", "first_hour", "kills", "manifests", "sim_many"}
 ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
 #: These need another commit's tree, vLLM, or gigabytes of memory.
 ELSEWHERE |= {"agent", "holes", "per_request", "staging", "sglang_answers", "sglang_pages"}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 from engines import PYTHON, TO_PREFILL, make_model, prompts
+from llmd_sidecar import Leg, mooncake, nixlv2_decode, nixlv2_prefill, picker_reads
 from serving import Servers, complete, healthy, running, serve, text, texts
 
 from ports import HeldPort
@@ -60,6 +63,37 @@ def test_behind_vllm_router(servers: Servers, kind: str) -> None:
     with running(command, 0, servers.log / f"router-{kind}.log", f"{router}/health"):
         assert texts(router, asked) == wanted
     servers.check(REQUESTS)
+
+
+@pytest.mark.parametrize("flow", ["nixlv2", "mooncake"])
+def test_what_llm_ds_sidecar_sends(servers: Servers, flow: str) -> None:
+    """Recorded from its source (`llmd_sidecar`): prefill's leg, then or at the same time decode's."""
+    asked = prompts(10, seed=10)
+
+    def post(address: str, leg: Leg) -> dict[str, Any]:
+        answer = httpx.post(f"{address}/v1/completions", json=leg.body, headers=leg.headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    for number, prompt in enumerate(asked):
+        body = {"model": "dummy", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        if flow == "nixlv2":
+            first = post(servers.prefill, nixlv2_prefill(body, f"r{number}"))
+            answer = post(servers.decode, nixlv2_decode(body, f"r{number}", first))
+        else:
+            query = httpx.get(f"http://127.0.0.1:{servers.query_port}/query", timeout=10).json()
+            one, other = mooncake(body, "127.0.0.1", servers.query_port, query)
+            beside = threading.Thread(target=post, args=(servers.prefill, one))
+            beside.start()
+            answer = post(servers.decode, other)
+            beside.join()
+        assert answer["choices"][0]["text"] == text(servers.decode, prompt)
+    servers.check(len(asked))
+    for address in (servers.prefill, servers.decode):
+        read = picker_reads(httpx.get(f"{address}/metrics", timeout=10).text)
+        assert read["vllm:num_requests_waiting"] == 0
+        assert read["num_gpu_blocks"] > 0
 
 
 @pytest.mark.parametrize("servers", ["shm"], indirect=True)

@@ -1,4 +1,4 @@
-"""llm-d's sidecar at segue's own instances, by requests recorded from their source."""
+"""llm-d's sidecar and endpoint picker at segue's own instances, by requests recorded from their source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import tiny_model
 import torch
 from deployment import Deployment, deployment
-from llmd_sidecar import Leg, nixlv2_decode, nixlv2_prefill
+from llmd_sidecar import CACHE_LABELS, Leg, nixlv2_decode, nixlv2_prefill, picker_reads
 
 from segue.kv.ids import Role
 
@@ -92,3 +92,18 @@ def test_a_request_that_the_picker_gives_no_prefill_is_refused_by_name(pair: Dep
 def test_a_prefill_that_answers_without_params_leaves_a_refusal(pair: Deployment) -> None:
     answer = post(pair, Role.DECODE, nixlv2_decode(TEXT, "r", {}), "/v1/completions")
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_the_picker_finds_its_metrics_at_every_instance(pair: Deployment, role: Role) -> None:
+    read = picker_reads(httpx.get(f"{door(pair, role)}/metrics", timeout=60).text)
+    assert read["vllm:num_requests_waiting"] == read["vllm:num_requests_running"] == 0
+    assert all(read[name] > 0 for name in CACHE_LABELS)
+
+
+def test_what_the_picker_reads_moves(pair: Deployment) -> None:
+    """A prompt that prefill holds for a decode that has not come uses KV."""
+    first = post(pair, Role.PREFILL, nixlv2_prefill(TEXT, "r"), "/v1/completions")
+    at = f"{door(pair, Role.PREFILL)}/metrics"
+    assert picker_reads(httpx.get(at, timeout=60).text)["vllm:kv_cache_usage_perc"] > 0
+    text(post(pair, Role.DECODE, nixlv2_decode(TEXT, "r", first.json()), "/v1/completions"))
