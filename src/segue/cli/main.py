@@ -30,6 +30,7 @@ _EXAMPLES = {
     "drain": "segue drain 3f9a12c4 --registry http://127.0.0.1:8998 --timeout 120",
     "resume": "segue resume 3f9a12c4 --registry http://127.0.0.1:8998",
     "switch": "segue switch 3f9a12c4 decode --registry http://127.0.0.1:8998",
+    "top": "segue top http://127.0.0.1:8000",
     "explain": "segue explain 6f1d2c0e --registry http://127.0.0.1:8998",
     "sim": "segue sim --seeds 200",
     "bench": "segue bench http://127.0.0.1:8000 --requests 64 --concurrency 8 --json result.json",
@@ -42,7 +43,7 @@ _EXAMPLES = {
 #: The commands as `segue --help` shows them.
 _GROUPS = {
     "start": ("serve", "prefill", "decode", "unified", "frontend"),
-    "look at a running fleet and steer it": ("ps", "explain", "drain", "resume", "switch"),
+    "look at a running fleet and steer it": ("ps", "top", "explain", "drain", "resume", "switch"),
     "measure and plan": ("bench", "advise", "doctor", "sim"),
     "prepare": ("keys",),
     "about segue": ("version",),
@@ -93,6 +94,7 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
             made[name].add_argument(pipe, type=int, help=argparse.SUPPRESS)
     for name, text in _OPERATOR.items():
         _operator_arguments(command(name, text, _operate))
+    _top_arguments(command("top", "show a running fleet in the terminal, live", _top))
     _bench_arguments(command("bench", "measure a server that speaks the OpenAI API", _bench))
     _sim_arguments(command("sim", "run the control plane in virtual time, under faults", _sim))
     _advise_arguments(
@@ -175,6 +177,18 @@ def _frontend(args: argparse.Namespace) -> int:
     from segue.cli.commands.processes import frontend
 
     return frontend(args)
+
+
+def _top_arguments(command: argparse.ArgumentParser) -> None:
+    from segue.cli.commands.client_flags import add_top_arguments
+
+    add_top_arguments(command)
+
+
+def _top(args: argparse.Namespace) -> int:
+    from segue.cli.commands.top_command import top
+
+    return top(args)
 
 
 def _bench_arguments(command: argparse.ArgumentParser) -> None:

@@ -282,7 +282,8 @@ class Running:
 def serve(
     backend: Any, tokenizer: ModelTokenizer, *, jumping: bool = False, **settings: Any
 ) -> Iterator[Running]:
-    """`jumping`: on asyncio's own loop, whose clock the test moves on (`Running.over`)."""
+    """`jumping`: on asyncio's own loop, whose clock the test moves on (`Running.over`). `dashboard`, if any,
+    makes one out of the metrics."""
     started: threading.Event = threading.Event()
     box: dict[str, Any] = {}
 
@@ -290,6 +291,7 @@ def serve(
         box["jumps"] = Jumps() if jumping else None
         limits = settings.pop("limits", Limits(max_body_bytes=2**20, drain_s=2))
         guard, keys = settings.pop("guard", None), ApiKeys(settings.pop("keys", ()))
+        make_dashboard = settings.pop("dashboard", None)
         door = OpenAIServer(
             backend,
             tokenizer,
@@ -298,8 +300,10 @@ def serve(
             ),
             Metrics(),
         )
+        dashboard = make_dashboard(door.metrics) if make_dashboard is not None else None
+        more = () if dashboard is None else dashboard.routes()
         sock = bind("127.0.0.1", 0)
-        server = HttpServer(build_app(door, keys), sock, drain_s=2, guard=guard)
+        server = HttpServer(build_app(door, keys, more), sock, drain_s=2, guard=guard)
         server.start()
         stop = asyncio.Event()
         box.update(
@@ -307,6 +311,8 @@ def serve(
         )
         started.set()
         await stop.wait()
+        if dashboard is not None:
+            await dashboard.close()
         await server.stop()
         door.close()
 

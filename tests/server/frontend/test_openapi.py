@@ -7,11 +7,14 @@ from starlette.routing import Route
 
 from conftest import Running
 from segue.server.frontend.app import OPERATIONS, routes
+from segue.server.frontend.dashboard import Dashboard
 from segue.server.frontend.openai_types import ChatBody
 
 
 def test_every_endpoint_is_described(door: Running) -> None:
-    found = [route for route in routes(door.door) if isinstance(route, Route)]
+    dashboard = Dashboard(None, door.door.metrics, model="tiny", open_operator=None)  # type: ignore[arg-type]
+    every = [*routes(door.door), *dashboard.routes()]
+    found = [route for route in every if isinstance(route, Route)]
     made = {(r.path.replace(":path", ""), method) for r in found for method in r.methods or ()}
     assert {(o.path, o.method) for o in OPERATIONS} == {(path, m) for path, m in made if m != "HEAD"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
 import random
 import shlex
 import sys
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from segue import __version__
 from segue.cli.commands.bench_flags import MAX_CONNECTIONS, BenchConfig, config_of
+from segue.cli.commands.client_flags import authorization
 from segue.cli.terminal import progress, terminal
 from segue.kv import ConfigError, SegueError
 from segue.kv.session import awaited
@@ -38,8 +38,6 @@ from segue.lab.bench.workloads import (
     Vocabulary,
     read_dataset,
 )
-from segue.server.frontend.keys import read_keys
-from segue.server.settings.shared_config import AccessConfig
 
 PARTS = ("queue", "bootstrap", "reserve", "prefill", "wire", "commit")
 
@@ -55,7 +53,7 @@ class Bench:
     def __init__(self, config: BenchConfig) -> None:
         self.config = config
         self.target = Target.of(config.url)
-        self.headers = _authorization(config.api_key_file)
+        self.headers = authorization(config.api_key_file)
         self.path = "/v1/completions" if config.api == "completions" else "/v1/chat/completions"
         self.model = config.model or ""
         self.is_segue = False
@@ -275,13 +273,6 @@ class _Models(msgspec.Struct, frozen=True):
 
 class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[int] = []
-
-
-def _authorization(file: str | None) -> dict[str, str]:
-    """The first key of the file, or else of the variables that clients and servers use."""
-    found = os.environ.get("SEGUE_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
-    keys = read_keys(AccessConfig(api_key=None if file else found, api_key_file=file))
-    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
 def bench(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from segue.cli.commands.client_flags import add_key_file, server_here
 from segue.kv import ConfigError
 
 MAX_REQUESTS = 1_000_000
@@ -113,11 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="Y",
         help="p99 of a request's gaps between tokens that counts as good",
     )
-    add(
-        "--api-key-file",
-        metavar="F",
-        help="file with an API key for the server (default: SEGUE_API_KEY or OPENAI_API_KEY)",
-    )
+    add_key_file(parser)
     add(
         "--json",
         metavar="FILE",
@@ -130,18 +127,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def config_of(args: argparse.Namespace) -> BenchConfig:
     """The measurement that `args` ask for. Raises ConfigError."""
     given = {name: getattr(args, name) for name in BenchConfig.__dataclass_fields__}
-    return BenchConfig(**given | {"url": args.url or _the_server_here()})
-
-
-def _the_server_here() -> str:
-    """The URL of the only deployment of this user on this host. Raises ConfigError."""
-    from segue.server.supervisor.local_deployments import local_deployments
-
-    found = [here.url for here in local_deployments()]
-    if not found:
-        raise ConfigError(
-            "no deployment of this user runs on this host: start one with segue serve, or name a URL"
-        )
-    if len(found) > 1:
-        raise ConfigError(f"{len(found)} deployments of this user run here; name one: {', '.join(found)}")
-    return found[0]
+    return BenchConfig(**given | {"url": args.url or server_here()})

@@ -25,6 +25,7 @@ from segue.kv import ConfigError, SegueError
 from segue.kv.session import Tls, awaited, background, tls_from_files
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.fleet.operator import operator
 from segue.server.frontend.frontend_listener import FrontendListener
 from segue.server.frontend.keys import ApiKeys, read_keys
 from segue.server.frontend.trace_context import TraceContext, passed_on
@@ -149,6 +150,14 @@ async def _serve(
             records=records,
             trace=trace,
             listener=listener,
+            dashboard=server.Dashboard(
+                fleet,
+                metrics,
+                model=name,
+                open_operator=partial(
+                    operator, config.registry, secret=config.secret or None, limits=limits, tls=tls
+                ),
+            ),
             on_ready=on_ready,
         )
         return True

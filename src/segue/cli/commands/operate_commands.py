@@ -17,15 +17,12 @@ from segue.cli.commands.operate_flags import seconds
 from segue.kv import ConfigError, LeaderId, Limits, NotFound, PeerLost, Role, SegueError
 from segue.kv.session import tls_from_files
 from segue.server.fleet.life import Life, describe_life
-from segue.server.fleet.operator import Operator, Row, operator
+from segue.server.fleet.operator import DIGITS, Operator, Row, operator, pairs
 from segue.server.messages.operate import PairStatus, Status
 from segue.server.messages.records import MAX_RECORDS, MAX_RECORDS_BYTES
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.settings.commands import OperatorConfig
 from segue.server.supervisor.local_deployments import local_deployments, local_instances
-
-#: Digits of an incarnation that are shown.
-DIGITS = 8
 
 
 def operate(args: argparse.Namespace) -> int:
@@ -208,16 +205,6 @@ def shown(rows: Sequence[Row]) -> str:
         if part:
             text += "\n\n" + "\n".join(part)
     return text
-
-
-def pairs(rows: Sequence[Row]) -> dict[tuple[str, str], PairStatus]:
-    """The pairs of a prefill and a decode leader. Prefill's word is taken: it has measured what it wrote."""
-    found: dict[tuple[str, str], PairStatus] = {}
-    for row in sorted(rows, key=lambda row: row.role is Role.PREFILL):
-        me = f"{row.instance[:DIGITS]} dp{row.dp_rank}"
-        for pair in row.sight.pairs if row.sight is not None else []:
-            found[(me, pair.peer) if row.role is Role.PREFILL else (pair.peer, me)] = pair
-    return found
 
 
 def chosen(joined: Mapping[tuple[str, str], PairStatus]) -> list[str]:

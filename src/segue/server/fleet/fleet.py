@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from segue.engine.request import Request
 from segue.kv import (
@@ -102,6 +103,10 @@ class Fleet:
         fits = matcher(request_id)
         live = [call.record(ended=False) for name, call in self._calls.items() if fits(name)]
         return self.records.find(request_id) + live[:MAX_FOUND]
+
+    def live(self, count: int) -> list[RequestRecord]:
+        """Records of at most `count` generations that go on, the newest first."""
+        return [call.record(ended=False) for call in islice(reversed(self._calls.values()), count)]
 
     def _membership_changed(self) -> None:
         self.router.membership_changed()

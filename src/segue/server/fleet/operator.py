@@ -7,7 +7,7 @@ Each leader is queried over its own session, which proves the deployment's secre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -33,6 +33,7 @@ from segue.server.messages.operate import (
     GetStatus,
     OperationRefused,
     OperatorMessage,
+    PairStatus,
     SetDraining,
     State,
     Status,
@@ -47,6 +48,8 @@ from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 ASK_S = 5.0
 #: Digits of an incarnation that name an instance, at least.
 NAME_DIGITS = 4
+#: Digits of it that are shown.
+DIGITS = 8
 
 T = TypeVar("T")
 
@@ -318,6 +321,16 @@ class Operator:
             raise DeadlineExceeded(f"{record.role} {leader} does not answer: {error}") from error
         finally:
             self._inboxes[leader].remove(inbox)
+
+
+def pairs(rows: Sequence[Row]) -> dict[tuple[str, str], PairStatus]:
+    """The pairs of a prefill and a decode leader. Prefill's word is taken: it has measured what it wrote."""
+    found: dict[tuple[str, str], PairStatus] = {}
+    for row in sorted(rows, key=lambda row: row.role is Role.PREFILL):
+        me = f"{row.instance[:DIGITS]} dp{row.dp_rank}"
+        for pair in row.sight.pairs if row.sight is not None else []:
+            found[(me, pair.peer) if row.role is Role.PREFILL else (pair.peer, me)] = pair
+    return found
 
 
 async def _all(works: Iterable[Coroutine[object, object, None]]) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -697,6 +697,9 @@ OPERATIONS: Final = (
     Operation("/version", "GET", "the version"),
     Operation("/integrity", "GET", "counts of this process"),
     Operation("/metrics", "GET", "Prometheus text"),
+    Operation("/dashboard", "GET", "the fleet, live, as a page"),
+    Operation("/dashboard/events", "GET", "what the page shows: JSON, as server-sent events"),
+    Operation("/dashboard/requests/{name}", "GET", "the timeline of one request"),
     Operation("/openapi.json", "GET", "this list, for programs"),
     Operation("/docs", "GET", "this list, for people"),
 )
@@ -732,11 +735,12 @@ def routes(api: OpenAIServer) -> list[BaseRoute]:
     ]
 
 
-def build_app(api: OpenAIServer, keys: ApiKeys | None = None) -> AsgiApp:
-    """The application; its routes are those of docs/http.md. With `keys` clients must show one of them."""
+def build_app(api: OpenAIServer, keys: ApiKeys | None = None, more: Sequence[BaseRoute] = ()) -> AsgiApp:
+    """The application; its routes are those of docs/http.md, of which `more` are made by others. With `keys`
+    clients must show one of them."""
     generating = _generating(api)
     rest = Starlette(
-        routes=routes(api),
+        routes=[*routes(api), *more],
         exception_handlers={404: api.http_error, 405: api.http_error, HTTPException: api.http_error},
     )
 

@@ -17,6 +17,7 @@ from segue.kv import ConfigError, ErrorCode, ErrorInfo, SegueError
 from segue.kv.session import Backoff, awaited, background, is_loopback
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.backend import Backend
+from segue.server.frontend.dashboard import Dashboard
 from segue.server.frontend.frontend_listener import FrontendListener
 from segue.server.frontend.keys import ApiKeys
 from segue.server.frontend.sampling_defaults import OPENAI, of_model
@@ -41,6 +42,7 @@ async def run_frontend(
     records: Records | None = None,
     trace: Callable[[str], TraceContext] = passed_on,
     listener: FrontendListener | None = None,
+    dashboard: Dashboard | None = None,
     on_listening: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
@@ -86,7 +88,7 @@ async def run_frontend(
             config.host,
             listener.url.rpartition(":")[2],
         )
-    listener.open(build_app(api, keys))
+    listener.open(build_app(api, keys, () if dashboard is None else dashboard.routes()))
     url = listener.url
     backend.start()
     canary = tokenizer.encode("Hello", special=True)[:8] or [0]
@@ -125,6 +127,8 @@ async def run_frontend(
         for task in (proving, announcing, stopping):
             task.cancel()
         await asyncio.gather(proving, announcing, stopping, return_exceptions=True)
+        if dashboard is not None:
+            await dashboard.close()
         await backend.close()
         await listener.close()
         api.close()

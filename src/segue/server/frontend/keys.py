@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import stat
+from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
@@ -24,6 +25,8 @@ log = logging.getLogger("segue.frontend.keys")
 
 #: Paths for probes, which have no key.
 OPEN_PATHS = frozenset({"/health", "/ready"})
+#: Pages for a browser, which asks its user for the key as a password.
+BROWSER_PATH = "/dashboard"
 MAX_KEY_CHARS = 4096
 #: Characters that a header can carry as one word.
 _LEGAL = re.compile(r"[\x21-\x7e]+")
@@ -123,12 +126,17 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         self._metrics.finished("any", ErrorCode.UNAUTHORIZED)
-        error = BadKey("an API key of this server is needed: Authorization: Bearer KEY")
+        browser = scope["path"].startswith(BROWSER_PATH)
+        error = BadKey(
+            "an API key of this server is needed: as the password, with any name"
+            if browser
+            else "an API key of this server is needed: Authorization: Bearer KEY"
+        )
         raw = msgspec.json.encode(dialect_of(scope["path"]).body(error, request_id_of(scope)))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(raw)).encode()),
-            (b"www-authenticate", b"Bearer"),
+            (b"www-authenticate", b'Basic realm="segue", charset="UTF-8"' if browser else b"Bearer"),
             (b"x-request-id", request_id_of(scope).encode()),
         ]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
@@ -137,8 +145,16 @@ class KeyCheck:
 
 def _authorization(scope: Scope) -> bytes:
     """The request's only Authorization header; empty where there is none, or more than one. Anthropic's
-    clients send the key in `x-api-key` instead."""
+    clients send the key in `x-api-key` instead, a browser as a password."""
     found = [value for name, value in scope["headers"] if name == b"authorization"]
     if not found:
         found = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
-    return bytes(found[0]) if len(found) == 1 else b""
+    if len(found) != 1:
+        return b""
+    scheme, _, token = bytes(found[0]).partition(b" ")
+    if scheme.lower() == b"basic" and scope["path"].startswith(BROWSER_PATH):
+        try:
+            return b"Bearer " + b64decode(token, validate=True).partition(b":")[2]
+        except ValueError:
+            return b""
+    return bytes(found[0])

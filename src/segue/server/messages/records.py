@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import msgspec
 
@@ -21,6 +22,8 @@ MAX_RECORDS = 8192
 MAX_RECORDS_BYTES = 8 * 2**20
 #: Records that one answer holds at most.
 MAX_FOUND = 64
+#: Records among which the latest ones of a role are looked for.
+MAX_SEARCHED = 256
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +125,11 @@ class Records:
         fits = matcher(request_id)
         found = [data for name, data in self._kept if fits(name)]
         return [self._decoder.decode(data) for data in found[-MAX_FOUND:]]
+
+    def latest(self, role: str, count: int) -> list[RequestRecord]:
+        """The latest records of one `role`, the newest first, of the last `MAX_SEARCHED`."""
+        newest = (self._decoder.decode(data) for _, data in islice(reversed(self._kept), MAX_SEARCHED))
+        return list(islice((record for record in newest if record.role == role), count))
 
 
 def matcher(request_id: str) -> Callable[[str], bool]:

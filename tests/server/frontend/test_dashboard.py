@@ -1,0 +1,229 @@
+"""`/dashboard`: its page, its events and timelines, who may see them, and that nothing runs unseen."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import re
+import threading
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from conftest import DEADLINE_S, FakeBackend, Running, serve
+from segue.cli.commands.top_command import looks
+from segue.cli.main import main
+from segue.kv.errors import ConfigError, PeerLost, SegueError, Starting
+from segue.server.fleet.life import DatedRecord, Life
+from segue.server.fleet.operator import Row
+from segue.server.frontend import dashboard
+from segue.server.frontend.dashboard import Dashboard
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.messages.records import Records, RequestRecord
+from segue.server.observe.metrics import Metrics
+
+KEY = "the-key-of-the-tests"
+
+
+class Fleet:
+    """A fleet without replicas. `operators` are open now; `asked` counts rounds of questions, `left`
+    operators that are closed."""
+
+    def __init__(self) -> None:
+        self.records = Records()
+        self.membership = SimpleNamespace(name="frontend 0123abcd", replicas={})
+        self.can_serve = self.proven = False
+        self.in_flight = 3
+        self.operators = 0
+        self.asked = threading.Semaphore(0)
+        self.left = threading.Semaphore(0)
+        self.trouble: SegueError | None = None
+        self.broken = False
+
+    def live(self, count: int) -> list[RequestRecord]:
+        if self.broken:
+            raise RuntimeError("a bug")
+        return []
+
+    def lacking(self) -> SegueError:
+        return Starting("nobody is here")
+
+    @contextlib.asynccontextmanager
+    async def operator(self) -> AsyncIterator[Any]:
+        self.operators += 1
+        try:
+            yield self
+        finally:
+            self.operators -= 1
+            self.left.release()
+
+    async def ps(self) -> list[Row]:
+        self.asked.release()
+        if self.trouble is not None:
+            raise self.trouble
+        return []
+
+    async def explain(self, request_id: str) -> Life:
+        known = RequestRecord(request_id=request_id, where="frontend http", began=1.0, seconds=2.0)
+        parts = [DatedRecord(at_s=0.0, record=known)] if request_id == "known/1" else []
+        return Life(request_id, parts, ["decode x: did not answer"])
+
+
+def make(fleet: Fleet, metrics: Metrics) -> Dashboard:
+    return Dashboard(fleet, metrics, model="tiny", open_operator=fleet.operator)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    monkeypatch.setattr(dashboard, "LOOK_S", 0.05)
+    return Fleet()
+
+
+@pytest.fixture
+def watched(backend: FakeBackend, tokenizer: ModelTokenizer, fleet: Fleet) -> Iterator[Running]:
+    with serve(backend, tokenizer, dashboard=partial(make, fleet)) as running:
+        yield running
+
+
+def test_a_viewer_gets_looks_and_its_leaving_ends_them(watched: Running, fleet: Fleet) -> None:
+    views = looks(watched.url, {})
+    first, second = next(views), next(views)
+    assert (first.model, first.frontend, first.answering) == ("tiny", "frontend 0123abcd", 3)
+    assert (first.ready, first.reason) == (False, "nobody is here")
+    assert second.uptime_s > first.uptime_s
+    assert fleet.asked.acquire(timeout=DEADLINE_S)
+    views.close()
+    assert fleet.left.acquire(timeout=DEADLINE_S)
+    # Nothing asks any more, and the next viewer is served as the first was.
+    again = looks(watched.url, {})
+    assert next(again).model == "tiny"
+    again.close()
+
+
+def test_several_viewers_share_one_look(watched: Running, fleet: Fleet) -> None:
+    some = [looks(watched.url, {}) for _ in range(3)]
+    assert len({next(views).model for views in some}) == 1
+    assert fleet.asked.acquire(timeout=DEADLINE_S)
+    assert fleet.operators == 1
+    for views in some:
+        views.close()
+    assert fleet.left.acquire(timeout=DEADLINE_S)
+    assert not fleet.operators
+
+
+def test_a_registry_that_is_away_is_said_and_ends_nothing(watched: Running, fleet: Fleet) -> None:
+    fleet.trouble = PeerLost("the registry is away")
+    views = looks(watched.url, {})
+    assert any("the registry is away" in view.trouble for view, _ in zip(views, range(5), strict=False))
+    views.close()
+
+
+def test_a_bug_in_a_look_is_said_to_its_viewers(watched: Running, fleet: Fleet) -> None:
+    fleet.broken = True
+    with pytest.raises(SegueError, match="the dashboard has failed"):
+        next(looks(watched.url, {}))
+    fleet.broken = False
+    views = looks(watched.url, {})
+    assert next(views).model == "tiny"
+    views.close()
+
+
+def test_one_viewer_too_many_is_refused(watched: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "MAX_VIEWERS", 2)
+    all_of_them = [looks(watched.url, {}) for _ in range(2)]
+    for views in all_of_them:
+        next(views)
+    with pytest.raises(SegueError, match=r"429.*2 viewers"):
+        next(looks(watched.url, {}))
+    for views in all_of_them:
+        views.close()
+
+
+def test_the_frontends_end_ends_the_streams(
+    backend: FakeBackend, tokenizer: ModelTokenizer, fleet: Fleet
+) -> None:
+    with serve(backend, tokenizer, dashboard=partial(make, fleet)) as running:
+        views = looks(running.url, {})
+        next(views)
+    assert len(list(views)) <= 2, "a look may be on its way"
+    assert not fleet.operators
+
+
+def test_a_timeline_is_what_explain_knows(watched: Running) -> None:
+    answer = watched.http.get(f"{watched.url}/dashboard/requests/known/1")
+    life = msgspec.json.decode(answer.content, type=Life)
+    assert (answer.status_code, life.parts[0].record.seconds) == (200, 2.0)
+    assert life.silent == ["decode x: did not answer"]
+    answer = watched.http.get(f"{watched.url}/dashboard/requests/unknown")
+    assert answer.status_code == 404
+    assert "no process knows the request 'unknown'" in answer.json()["error"]["message"]
+
+
+def test_the_page_runs_its_own_script_alone(watched: Running) -> None:
+    answer = watched.http.get(f"{watched.url}/dashboard")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"]
+    for kind, tag in (("script-src", "script"), ("style-src", "style")):
+        [text] = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    # It takes nothing from elsewhere; the name of SVG's elements is no address.
+    addresses = set(re.findall(r"https?://[^\"'\s]+", answer.text))
+    assert addresses == {"http://www.w3.org/2000/svg"}
+
+
+def basic(password: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()}
+
+
+@pytest.mark.parametrize("path", ["/dashboard", "/dashboard/requests/known/1"])
+def test_a_browser_shows_the_key_as_a_password(
+    path: str, backend: FakeBackend, tokenizer: ModelTokenizer, fleet: Fleet
+) -> None:
+    with serve(backend, tokenizer, keys=(KEY,), dashboard=partial(make, fleet)) as running:
+        url = f"{running.url}{path}"
+        refused = running.http.get(url)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"].startswith("Basic ")
+        for wrong in ("", "x", KEY[:-1], f"{KEY}x"):
+            assert running.http.get(url, headers=basic(wrong)).status_code == 401
+        assert running.http.get(url, headers={"Authorization": "Basic not-base-64!"}).status_code == 401
+        assert running.http.get(url, headers=basic(KEY)).status_code == 200
+        assert running.http.get(url, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+        # The rest of the server takes no password.
+        models = running.http.get(f"{running.url}/v1/models", headers=basic(KEY))
+        assert models.status_code == 401
+        assert models.headers["www-authenticate"] == "Bearer"
+        with pytest.raises(SegueError, match="401"):
+            next(looks(running.url, {}))
+
+
+def test_top_prints_one_look(watched: Running, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", watched.url, "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "segue tiny  not ready: nobody is here" in shown
+    assert "3 generations, 0 waiting" in shown
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "text"),
+    [
+        ("http://127.0.0.1:1", PeerLost, "cannot be read"),
+        ("127.0.0.1:8000", ConfigError, "is no URL of a frontend"),
+        ("ftp://127.0.0.1", ConfigError, "is no URL of a frontend"),
+    ],
+)
+def test_a_wrong_address_of_a_frontend_is_said(url: str, error: type[SegueError], text: str) -> None:
+    with pytest.raises(error, match=text):
+        next(looks(url, {}))
+
+
+def test_another_servers_answer_is_said(door: Running) -> None:
+    with pytest.raises(SegueError, match=r"404.*there is no /dashboard/events"):
+        next(looks(door.url, {}))
