@@ -128,12 +128,12 @@ class TraceLine(msgspec.Struct, frozen=True):
         return vocabulary.prompt(units[: vocabulary.count(self.input_length)])
 
 
-class _Turn(msgspec.Struct, frozen=True):
+class _ShareGptTurn(msgspec.Struct, frozen=True):
     value: str
 
 
-class _Shared(msgspec.Struct, frozen=True):
-    conversations: list[_Turn]
+class _ShareGptEntry(msgspec.Struct, frozen=True):
+    conversations: list[_ShareGptTurn]
 
 
 Dataset: TypeAlias = list[Conversation] | list[TraceLine]
@@ -161,7 +161,7 @@ def _share_gpt(name: str, text: str) -> list[Conversation]:
     found = []
     for at, entry in _elements(name, text):
         try:
-            turns = msgspec.convert(entry, _Shared).conversations
+            turns = msgspec.convert(entry, _ShareGptEntry).conversations
         except msgspec.ValidationError as exc:
             raise _wrong(name, text, at, f"not a ShareGPT conversation: {exc}") from exc
         if len(turns) > 1 and turns[0].value.strip():
