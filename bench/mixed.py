@@ -12,14 +12,12 @@ import argparse
 import asyncio
 import json
 import random
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from recorded import commit, quantile
 from segue.cli.commands.bench import Bench
-from segue.cli.commands.bench_flags import BenchConfig
-from segue.lab.bench.loadgen import ClientConnection
+from segue.cli.commands.bench_flags import MAX_CONNECTIONS, BenchConfig
 from segue.lab.bench.stats import RequestTimes
 from serve import ROOT, machine, served
 
@@ -32,21 +30,17 @@ async def load(
 ) -> dict[str, list[RequestTimes]]:
     """One turn: half of the requests short, half long, at Poisson arrivals of `rate` a second."""
     arrivals = random.Random(f"turn {turn}")
-    found: dict[str, list[RequestTimes]] = {name: [] for name in benches}
-
-    async def one(name: str, index: int, due: float) -> None:
-        connection = ClientConnection(benches[name].target)
-        found[name].append(await benches[name].one(index, due, connection))
-        connection.close()
-
-    due, tasks = time.perf_counter(), list[asyncio.Task[None]]()
+    due: dict[str, list[tuple[int, float | None]]] = {name: [] for name in benches}
+    at = 0.0
     for index in range(requests):
-        due += arrivals.expovariate(rate)
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        name = list(benches)[index % 2]
-        tasks.append(asyncio.create_task(one(name, turn * requests + index, due)))
-    await asyncio.gather(*tasks)
-    return found
+        at += arrivals.expovariate(rate)
+        due[list(benches)[index % 2]].append((turn * requests + index, at))
+    for bench in benches.values():
+        bench.samples = []
+    await asyncio.gather(
+        *(bench.load(due[name], MAX_CONNECTIONS, lambda: None) for name, bench in benches.items())
+    )
+    return {name: bench.samples for name, bench in benches.items()}
 
 
 async def prepared(url: str, output_tokens: int) -> dict[str, Bench]:
@@ -55,7 +49,7 @@ async def prepared(url: str, output_tokens: int) -> dict[str, Bench]:
     for name, tokens in LENGTHS.items():
         bench = Bench(BenchConfig(url=url, input_tokens=tokens, output_tokens=output_tokens))
         await bench.prepare()
-        await bench.closed(iter(range(-1, -3, -1)), lambda: None)
+        await bench.load(((index, None) for index in (-1, -2)), 1, lambda: None)
         benches[name] = bench
     return benches
 

@@ -6,7 +6,8 @@ codes: `pip install 'segue[nixl]'` was printed as `pip install 'segue'`.
 
 from __future__ import annotations
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress import Progress, ProgressColumn, TextColumn
 
 
@@ -22,4 +23,9 @@ def progress(*columns: ProgressColumn) -> Progress:
     return Progress(text, *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-__all__ = ["Console", "progress", "terminal"]
+def live(console: Console) -> Live:
+    """A display on a `terminal` that is replaced as a whole; it takes the whole screen if there is one."""
+    return Live(console=console, screen=console.is_terminal, auto_refresh=False)
+
+
+__all__ = ["Console", "Group", "RenderableType", "live", "progress", "terminal"]

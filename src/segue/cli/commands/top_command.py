@@ -7,14 +7,12 @@ from collections.abc import Iterator
 
 import httpx
 import msgspec
-from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from segue.cli.commands.client_flags import authorization, server_here
 from segue.cli.commands.operate_commands import duration
-from segue.cli.terminal import terminal
+from segue.cli.terminal import Group, RenderableType, live, terminal
 from segue.kv import DECODE_ERRORS, ConfigError, PeerLost, SegueError
 from segue.server.fleet.fleet_view import LOOK_S, PATH, FleetView, Percentiles, ReplicaView
 
@@ -33,10 +31,10 @@ def top(args: argparse.Namespace) -> int:
     if args.once:
         console.print(shown(next(views)))
         return 0
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with live(console) as display:
         try:
             for view in views:
-                live.update(shown(view), refresh=True)
+                display.update(shown(view), refresh=True)
         except KeyboardInterrupt:
             return 0
     print("segue: the frontend has left")

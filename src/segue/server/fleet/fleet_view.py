@@ -204,7 +204,7 @@ class Change:
 
 
 def percentiles(first: Distribution, last: Distribution) -> Percentiles | None:
-    """Those of the values that came between two looks at one histogram; None without any. Within a bucket
+    """Percentiles of the values that came between two looks at a histogram; None without any. Within a bucket
     values are taken as evenly spread, and above the last bound as that bound."""
     counts = [after - before for before, after in zip(first.counts, last.counts, strict=True)]
     total = counts[-1]

@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 import hashlib
 import importlib.resources
-import logging
 import re
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
@@ -23,7 +22,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from segue import __version__
-from segue.kv import AbortedByClient, Internal, NotFound, OutOfCapacity, SegueError
+from segue.kv import AbortedByClient, NotFound, OutOfCapacity, SegueError
+from segue.kv.session import background, keep_running
 from segue.server.fleet.call import Signal
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_view import (
@@ -44,8 +44,6 @@ from segue.server.fleet.operator import DIGITS, Operator, Row
 from segue.server.frontend.app import Asgi
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
 from segue.server.observe.metrics import Metrics
-
-log = logging.getLogger("segue.frontend.dashboard")
 
 #: Viewers at one time; each has a connection.
 MAX_VIEWERS: Final = 32
@@ -79,6 +77,7 @@ class Dashboard:
         self._closed = False
         self._rows: list[Row] = []
         self._trouble = ""
+        self._error: SegueError | None = None
 
     def routes(self) -> list[BaseRoute]:
         """The routes below `PATH`."""
@@ -136,19 +135,20 @@ class Dashboard:
 
     # ---- the looks ------------------------------------------------------------------------------
 
-    async def _views(self) -> AsyncIterator[bytes]:
+    async def _views(self) -> AsyncGenerator[bytes, None]:
         """Each look from now on; one that a slow viewer misses is left out."""
         self._viewers += 1
         if self._looking is None:
-            self._looking = asyncio.create_task(self._look(), name="dashboard")
+            self._error = None
+            self._looking = background(self._look(), name="the dashboard", failed=self._failed)
         seen = b""
         try:
             while not self._closed:
                 if self._latest is not seen:
                     seen = self._latest
                     yield seen
-                elif self._looking.done():
-                    raise Internal("the dashboard has failed; see the frontend's log")
+                elif self._error is not None:
+                    raise self._error.info.exception()
                 else:
                     await self._news.wait()
         finally:
@@ -159,31 +159,30 @@ class Dashboard:
 
     async def _look(self) -> None:
         window = Window()
-        asking = asyncio.create_task(self._ask(), name="dashboard links")
+        asking = keep_running(self._ask, name="the links of the dashboard", failed=self._links_are_old)
         try:
             while True:
                 self._latest = msgspec.json.encode(self._view(window))
                 self._news.notify()
                 await asyncio.sleep(LOOK_S)
-        except Exception:
-            log.exception("event=bug part=dashboard")
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            self._news.notify()
 
     async def _ask(self) -> None:
         """Keep the rows of all leaders; a leader that does not answer delays its own row and the next round,
         not the looks."""
-        while True:
-            try:
-                async with self._open_operator() as operator:
-                    while True:
-                        self._rows, self._trouble = await operator.ps(), ""
-                        await asyncio.sleep(2 * LOOK_S)
-            except SegueError as error:
-                self._trouble = f"links between instances are old: {error.info.text}"
-            await asyncio.sleep(2 * LOOK_S)
+        async with self._open_operator() as operator:
+            while True:
+                self._rows, self._trouble = await operator.ps(), ""
+                await asyncio.sleep(2 * LOOK_S)
+
+    def _links_are_old(self, error: SegueError) -> None:
+        self._trouble = f"links between instances are old: {error.info.text}"
+
+    def _failed(self, error: SegueError) -> None:
+        self._error = error
+        self._news.notify()
 
     def _view(self, window: Window) -> FleetView:
         now, fleet, records = time.monotonic(), self._fleet, self._fleet.records
