@@ -24,6 +24,7 @@ from segue.engine.pool_size import Host, ModelSize
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
 from segue.server.frontend import frontend_process as server
+from segue.server.observe import logs
 from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import argv
 from segue.server.settings.shared_config import AccessConfig, AnswersConfig, LimitsConfig, ModelConfig
@@ -34,6 +35,7 @@ SECRET = b"0123456789abcdef"
 LIMITS = LimitsConfig(max_body_bytes=4096, drain_s=7.0)
 TLS = object()
 FLEET = SimpleNamespace(await_restarted=lambda _roles: None)
+METRICS = SimpleNamespace(registry=None)
 
 
 class Noted:
@@ -109,7 +111,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     for name, double in {
         "RegistryClient": noted.double("registry", Registry(noted)),
         "Fleet": noted.double("fleet", FLEET),
-        "Metrics": lambda: "the metrics",
+        "Metrics": lambda: METRICS,
         "traces": noted.double("traces"),
         "resolve": noted.double("resolve", Path("/models/here")),
         "tls_from_files": noted.double("tls", TLS),
@@ -172,14 +174,14 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
     assert (given["secret"], given["limits"], given["tls"]) == (SECRET, limits, TLS)
     (told, fleet, metrics, stop), more = noted.given["server"]
     assert told is config
-    assert (fleet, metrics, given["metrics"]) == (FLEET, "the metrics", "the metrics")
+    assert (fleet, metrics, given["metrics"]) == (FLEET, METRICS, METRICS)
     assert not stop.is_set()
     assert (more["model_folder"], more["served_model"]) == (Path("/models/here"), served)
     assert noted.given["listener"][0] == ("127.0.0.9", 81)
     assert noted.named("listener") == {
         "drain_s": 7.0,
         "keys": more["keys"],
-        "metrics": "the metrics",
+        "metrics": METRICS,
         "clients": config.clients,
     }
     assert isinstance(more["listener"], Listener)
@@ -240,7 +242,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Noted:
     noted = Noted()
     for name, double in {
         "logs": SimpleNamespace(
-            configure=lambda *given: noted.order.append(f"log {given[1]!r}"), event=lambda *_, **__: None
+            configure=lambda *given: noted.order.append(f"log {given[1]!r}"),
+            event=lambda *_, **__: None,
+            say=logs.say,
         ),
         "check_transport": noted.double("check_transport"),
         "check_port": noted.double("check_port"),
@@ -448,7 +452,7 @@ def test_every_setting_of_an_instance_reaches_what_runs_it(
         on_ready(dataclasses.replace(now, role=Role.PREFILL), "tcp://here", "http://door")  # it was switched
         return 3
 
-    def serve_ranks(now: InstanceConfig, lifeline: object) -> int:
+    def serve_ranks(now: InstanceConfig, lifeline: object, listed: object) -> int:
         assert lifeline is ends
         started.order.append("ranks")
         ran.append(now)
@@ -575,13 +579,17 @@ def test_the_ranks_of_an_instance_are_told_of_once_and_their_end_is_its_own(
             self.announce = announce
 
         async def run(self) -> Any:
-            self.announce("tcp://one tcp://two")
+            self.announce("127.0.0.1:1,127.0.0.1:2")
             return SimpleNamespace(status=status, reason="a rank has died" if status else "")
 
     monkeypatch.setattr(processes, "RankProcesses", Ranks)
     ends = Lifeline(True, started)
-    assert processes.serve_ranks(InstanceConfig(model="m", dp=2), ends) == status  # type: ignore[arg-type]
-    assert [report.url for report in ends.reports] == ["tcp://one tcp://two"]
+    monkeypatch.setattr(processes, "announced_instance", started.double("listed", contextlib.nullcontext()))
+    with contextlib.ExitStack() as listed:
+        config = InstanceConfig(model="m", dp=2)
+        assert processes.serve_ranks(config, ends, listed) == status  # type: ignore[arg-type]
+    assert [report.url for report in ends.reports] == ["127.0.0.1:1,127.0.0.1:2"]
+    assert started.given["listed"][0][0] == ["127.0.0.1:1", "127.0.0.1:2"]
     assert ("a rank has died" in capsys.readouterr().err) is bool(status)
 
 
