@@ -33,12 +33,16 @@ class RayHosts:
         self.url = f"http://127.0.0.1:{http_port}"
         self._model = tiny_model.save(folder / "tiny")
         self._cluster = Cluster()
-        self._cluster.add_node(
-            num_cpus=8, resources={"front": 1}, include_dashboard=False, object_store_memory=STORE_BYTES
-        )
-        self.nodes = [self.add_node(), self.add_node()]
-        ray.init(address=self._cluster.address, log_to_driver=False)
-        serve.start(http_options={"host": "127.0.0.1", "port": http_port})
+        try:
+            self._cluster.add_node(
+                num_cpus=8, resources={"front": 1}, include_dashboard=False, object_store_memory=STORE_BYTES
+            )
+            self.nodes = [self.add_node(), self.add_node()]
+            ray.init(address=self._cluster.address, log_to_driver=False)
+            serve.start(http_options={"host": "127.0.0.1", "port": http_port})
+        except BaseException:
+            self._cluster.shutdown()
+            raise
 
     def add_node(self) -> Any:
         return self._cluster.add_node(num_cpus=8, resources={"work": 4}, object_store_memory=STORE_BYTES)
