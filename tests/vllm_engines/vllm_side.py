@@ -60,7 +60,7 @@ def main() -> None:
         elif "flip" in line:
             flips.left = line["flip"]
         elif "count" in line:
-            say(event="counts", outcomes=dict(outcomes), preempted=stamps.preempted, **counts(core))
+            say(event="counts", outcomes=dict(outcomes), **counts(core))
         elif line:
             params = SamplingParams(
                 temperature=0,
@@ -98,8 +98,6 @@ class Stamps:
     def __init__(self, scheduler_side: Any) -> None:
         self._step: list[str] = []
         self._times: dict[str, dict[str, float]] = {}
-        #: requests that were preempted
-        self.preempted = 0
         if scheduler_side is None:
             return
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -109,7 +107,6 @@ class Stamps:
 
         def built(output: Any) -> Any:
             self._step = list(output.num_scheduled_tokens)
-            self.preempted += len(output.preempted_req_ids or ())
             for name in self._step:
                 self._times.setdefault(name, {"began": time.monotonic()})
             return build(output)
