@@ -110,7 +110,11 @@ def at_rest(cluster: Cluster) -> list[str]:
     while True:
         held = []
         for pod in [pod for pod in cluster.pods if not pod.ended.is_set()]:
-            state = integrity(pod, HTTP[pod.owner])
+            try:
+                state = integrity(pod, HTTP[pod.owner])
+            except OSError as error:  # one that is leaving is told of as ended a moment later
+                held.append(f"{pod.name}: {error}")
+                continue
             if not state["at_rest"] or state["problems"]:
                 held.append(f"{pod.name}: {state}")
         if not held or time.monotonic() > until:

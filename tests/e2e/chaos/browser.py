@@ -32,6 +32,9 @@ class Browser:
     def __init__(self, session: str) -> None:
         self._http = httpx.Client(base_url=session, timeout=WITHIN_S)
 
+    def close(self) -> None:
+        self._http.close()
+
     def command(self, method: str, path: str, **body: Any) -> Any:
         """The value that a WebDriver command answers."""
         answer = self._http.request(method, path, json=body if method == "POST" else None).json()["value"]
@@ -113,9 +116,11 @@ def browser(folder: Path) -> Iterator[Browser]:
         ).json()["value"]
         assert "sessionId" in made, made
         session = f"{url}/session/{made['sessionId']}"
+        page = Browser(session)
         try:
-            yield Browser(session)
+            yield page
         finally:
+            page.close()
             httpx.delete(session, timeout=WITHIN_S)
     finally:
         driver.terminate()
