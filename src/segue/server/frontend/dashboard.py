@@ -155,7 +155,7 @@ class Dashboard:
             self._viewers -= 1
             if not self._viewers and self._looking is not None:
                 self._looking.cancel()
-                self._looking, self._latest = None, b""
+                self._looking, self._latest, self._rows, self._trouble = None, b"", [], ""
 
     async def _look(self) -> None:
         window = Window()
