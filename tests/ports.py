@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import weakref
+from contextlib import ExitStack
 
 
 class HeldPort:
     """Its number, for as long as this lives. Bound and not listened at: who connects is refused at once, and
     who asks the system for any free port gets another one. Who names this one may listen there, with
-    SO_REUSEADDR as all servers do."""
+    SO_REUSEADDR as all servers do. With `count` so many ports behind each other are held."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, 0))
-            self.port = int(sock.getsockname()[1])
-            weakref.finalize(self, os.close, sock.detach())
+    def __init__(self, host: str = "127.0.0.1", count: int = 1) -> None:
+        with ExitStack() as stack:
+            self.port = self._held(stack, host, 0)
+            while count > 1:
+                try:
+                    for port in range(self.port + 1, self.port + count):
+                        self._held(stack, host, port)
+                    break
+                except (OSError, OverflowError):  # somebody has one of them, or it is above 65535
+                    self.port = self._held(stack, host, 0)
+            weakref.finalize(self, stack.pop_all().close)
+
+    @staticmethod
+    def _held(stack: ExitStack, host: str, port: int) -> int:
+        sock = stack.enter_context(socket.socket())
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        return int(sock.getsockname()[1])

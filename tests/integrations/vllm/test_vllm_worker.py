@@ -96,7 +96,7 @@ def at_rest(pair: Pair) -> None:
 
 
 def loaded_kv(pair: Pair, name: str) -> torch.Tensor:
-    assert name in pair.decode.loaded, "decode computed the prompt itself"
+    assert name in pair.decode.loaded, f"decode computed it itself: {outcomes(pair)}"
     return side_of(pair, "decode").kv[name]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from areas import whole
+from ports import HeldPort
 from ranks import rank
 from segue.kv.config import KVConfig
 from segue.kv.errors import (
@@ -649,8 +649,8 @@ def test_copies_that_wait_do_not_begin_after_the_end_of_their_threads() -> None:
 
 
 def test_the_inner_transport_has_the_port_behind_that_of_the_control_stream() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
-        port = min(free.getsockname()[1], other.getsockname()[1])
+    held = HeldPort("0.0.0.0", count=2)
+    port = held.port
     told = {"host": "0.0.0.0", "advertise": "kv.example"}
     for options, ports in (
         ({"advertise_port": 7000}, (7000, 7001)),
@@ -660,8 +660,8 @@ def test_the_inner_transport_has_the_port_behind_that_of_the_control_stream() ->
         transport = KINDS.create(
             "staged_tcp", lambda _: None, TransportOptions(me=rank("aaaa"), **told, **options)
         )
-        endpoint = transport.register(Memory([host_region(np.zeros(64, np.uint8))]))
-        transport.close()
+        with contextlib.closing(transport):
+            endpoint = transport.register(Memory([host_region(np.zeros(64, np.uint8))]))
         inner = msgspec.msgpack.decode(endpoint.data, type=staged_transport.StagedAddress).inner
         found = [msgspec.msgpack.decode(end.data)["port"] for end in (endpoint, inner)]
         assert tuple(found) == ports, options
@@ -787,9 +787,8 @@ def test_a_registration_without_memory_for_slots_says_what_to_change_and_frees_t
         def slots(self, nbytes: int) -> Memory:
             raise OutOfCapacity("no memory")
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = TransportOptions(me=rank("aaaa"), port=port, staging_bytes=64 * 1024)
+    held = HeldPort()
+    options = TransportOptions(me=rank("aaaa"), port=held.port, staging_bytes=64 * 1024)
     memory = Memory([host_region(np.zeros(64, np.uint8))])
     kind = KINDS.kind("staged_tcp")
     assert issubclass(kind, StagedTransport)

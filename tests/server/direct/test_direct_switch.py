@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from deployment import LIMITS, Deployment, deployment
 from test_direct import ASK, REMOTE, expected, of, tokens, url
 
+from ports import HeldPort
 from segue.cli.main import main
 from segue.kv.ids import Role
 from segue.server.instance.instance import Instance
@@ -39,19 +39,18 @@ class Switched:
     """A decode instance, run as `segue decode` does it, in a thread."""
 
     def __init__(self, registry: str, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        self.port = HeldPort()
         config = InstanceConfig(
             model=str(folder),
             role=Role.DECODE,
             registry=registry,
             transport="shm",
             limit=LIMITS,
-            http_port=port,
+            http_port=self.port.port,
             bootstrap_port=BOOTSTRAP,
             engine=ModelConfig(chunk_tokens=512, dtype="float32", kv_gib=0.05),
         )
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{self.port.port}"
         self.registry = registry
         self.turns = RoleLifecycle(config, open_replica(config))
         self.ready = threading.Event()

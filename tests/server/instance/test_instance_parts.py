@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +17,7 @@ import msgspec
 import pytest
 from deployment import LIMITS, deployment, lineage_engine
 
+from ports import HeldPort
 from segue.engine.kv_events import AllBlocksCleared
 from segue.kv.errors import (
     BootstrapUnreachable,
@@ -573,9 +573,8 @@ def test_a_signal_before_the_start_or_between_two_lives_is_not_lost(lives: type[
 
 
 def test_an_instance_without_a_registry_runs_one_for_as_long_as_it_is_there() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = HeldPort()
+    port = held.port
     config = InstanceConfig(model="m", role=Role.PREFILL, bootstrap_port=port)
 
     def serves() -> None:

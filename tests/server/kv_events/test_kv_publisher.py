@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ports import HeldPort
 from segue.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, page_hashes
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree
@@ -112,11 +113,13 @@ class Subscriber:
 
 
 @pytest.fixture
-def ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        for sock in (one, two):
-            sock.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
+def held() -> tuple[HeldPort, HeldPort]:
+    return HeldPort(), HeldPort()
+
+
+@pytest.fixture
+def ports(held: tuple[HeldPort, HeldPort]) -> tuple[int, int]:
+    return held[0].port, held[1].port
 
 
 @pytest.fixture(autouse=True)
