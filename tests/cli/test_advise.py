@@ -127,6 +127,7 @@ def test_a_description_that_does_not_do_is_refused_with_the_way_out(
     assert "give --parameters and --kv-bytes-per-token in its place" in said
 
 
+@pytest.mark.slow
 def test_advice_from_figures_is_a_table_a_plot_and_the_transports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def test_share_gpt_asks_the_first_question_of_each_conversation_once(share_gpt: 
     assert (report["num_prompts"], report["max_concurrency"]) == (3, 1)
 
 
+@pytest.mark.slow
 def test_share_gpt_is_drawn_by_the_seed(share_gpt: Path) -> None:
     def order(seed: int) -> list[str]:
         fake = FakeOpenAI(can_tokenize=False)

@@ -37,6 +37,7 @@ def test_without_matplotlib_one_sentence_before_anything_is_measured(
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_png_of_requests_that_ended_well_and_others(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     samples = [RequestTimes([0.1, 0.2], 0.2, tokens=2), RequestTimes([0.1], 0.1, tokens=1, start_s=0.1)]

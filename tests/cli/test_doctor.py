@@ -265,6 +265,7 @@ def test_a_listener_of_a_process_with_mooncake_in_it_is_found(monkeypatch: pytes
 # ---- transports ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_transport_is_measured_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_probe, "LIMIT_S", 240.0)
     speed = transport_probe.measure("shm")

@@ -89,6 +89,7 @@ def test_one_that_is_missing_alone_is_named(module: str, monkeypatch: pytest.Mon
         extras.need("serve")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -96,7 +97,7 @@ def test_one_that_is_missing_alone_is_named(module: str, monkeypatch: pytest.Mon
         (("serve", "--help"), "--kv-gib"),
         (("version",), "segue "),
         (("sim", "--seeds", "1", "--hand-offs", "4"), "0 seeds broke an invariant"),
-        pytest.param(("doctor", "--json"), "loopback", marks=pytest.mark.slow),  # it measures each transport
+        (("doctor", "--json"), "loopback"),  # it measures each transport
     ],
 )
 def test_what_needs_no_model_works_without_it(words: tuple[str, ...], said: str) -> None:

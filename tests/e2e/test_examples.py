@@ -92,6 +92,7 @@ def test_agent() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "metadata 42, KV equal\n", "")
 
 
+@pytest.mark.slow
 def test_rank_worker() -> None:
     command = [sys.executable, str(ROOT / "examples" / "rank_worker.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

@@ -105,6 +105,7 @@ def test_a_pool_as_small_as_the_sentence_says_serves(tiny: Path) -> None:
         assert ask(served.url, "tiny").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [

@@ -47,6 +47,7 @@ def notified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket
         yield sock
 
 
+@pytest.mark.slow
 def test_prefill_decode_and_frontend_by_hand(
     tiny: Path, tmp_path: Path, traced: Any, notified: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_broken_gguf_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_sentence() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -194,6 +194,7 @@ def test_seeded_sampling_is_equal_apart_and_unified(served: Served) -> None:
     assert apart == together
 
 
+@pytest.mark.slow
 def test_json_schema(served: Served) -> None:
     schema = {
         "type": "object",
@@ -272,6 +273,7 @@ def test_a_client_that_leaves_frees_both_sides(served: Served) -> None:
     assert "segue_aborts" in metrics
 
 
+@pytest.mark.slow
 def test_ctrl_c_drains_and_leaves_nothing(served: Served) -> None:
     """Runs last in this module: it ends the deployment."""
     with httpx.stream(

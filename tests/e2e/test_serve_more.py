@@ -59,6 +59,7 @@ def streams(url: str, asks: list[traffic.Ask]) -> list[traffic.Result]:
 # ---- the end ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sigterm_lets_open_streams_end(tiny: Path) -> None:
     with Served("--model", str(tiny), *SERVE, "--drain-s", "120") as served:
         family = served.family()
@@ -110,6 +111,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_full_server_says_when_to_come_back_and_serves_then(served: Served, client: openai.OpenAI) -> None:
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2}
 
@@ -228,6 +230,7 @@ def test_a_round_of_tool_calls(client: openai.OpenAI, choice: Any) -> None:
     assert not told.message.tool_calls
 
 
+@pytest.mark.slow
 def test_a_round_of_responses_and_of_messages(client: openai.OpenAI) -> None:
     """The grammar forces the calls, so that random weights make them."""
     tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}

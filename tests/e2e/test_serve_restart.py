@@ -67,6 +67,7 @@ def assert_nobody_notices(served: Served, victim: str, *, longest: int = 300, ma
     served.logged(re.compile(rf"event=serves_again child={re.escape(victim)}"), again + 1)
 
 
+@pytest.mark.slow
 def test_the_only_decode_is_killed_and_every_stream_ends_with_its_own_tokens(tiny: Path) -> None:
     with serving(tiny) as served:
         assert_nobody_notices(served, "decode-0")

@@ -41,6 +41,7 @@ def ask(url: str, prompt: list[int], headers: dict[str, str] | None = None, **fi
     return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
 
 
+@pytest.mark.slow
 def test_two_prefill_ranks_and_one_decode_rank_answer_as_the_reference_does(tiny: Path) -> None:
     with Served("--model", str(tiny), *MODEL, "--port", "0", "--prefill-dp", "2") as made:
         expected = reference(tiny)

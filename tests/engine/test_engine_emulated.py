@@ -38,12 +38,14 @@ def run(ceiling: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ceiling", ["avx2", pytest.param("sse", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ceiling", ["avx2", "sse"])
 def test_below_avx512_torch_refuses_to_pack_bfloat16_and_auto_is_float32(ceiling: str) -> None:
     """On a processor with AVX-512 this is the failure that ended each start on one without."""
     assert run(ceiling, "-c", REFUSAL).split() == ["float32", "False", "mkldnn_reorder_linear_weight"]
 
 
+@pytest.mark.slow
 def test_avx512_that_only_emulates_bfloat16_serves_float32() -> None:
     best, packs, refused = run("avx512", "-c", REFUSAL).split()
     assert best == "float32"
@@ -53,6 +55,9 @@ def test_avx512_that_only_emulates_bfloat16_serves_float32() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ceiling", ["sse", "avx512"])
 def test_engine_and_kernels_give_the_same_tokens_below(ceiling: str) -> None:
+    if not below(ceiling):
+        pytest.skip("this processor has nothing above that; `make test` runs these tests on it")
     files = [str(HERE / f"test_engine_{name}.py") for name in ("kernels", "families", "cpu")]
-    said = run(ceiling, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files)
+    words = ("-k", "not test_tokens_equal_generate or 64-")  # one size of a chunk
+    said = run(ceiling, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *words, *files)
     assert " passed" in said

@@ -33,6 +33,7 @@ def alone(tmp_path_factory):
     return references(tmp_path_factory, PROMPTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "size"),
     [
@@ -146,6 +147,7 @@ def test_the_end_of_a_rank_is_heard_by_all_while_nobody_computes(group):
     assert step(ranks[1]).get(timeout=60).code is ErrorCode.PEER_LOST
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_ends_the_group_at_the_deadline(group):
     ranks = group(exchange_s=2.0)
     goes_on = threading.Event()
@@ -156,6 +158,7 @@ def test_a_rank_that_stands_still_ends_the_group_at_the_deadline(group):
     assert codes(ranks) == [[ErrorCode.PEER_LOST]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 2])
 def test_a_rank_that_stands_still_is_lost_after_its_silence_though_nobody_computes(group, silent):
     ranks = group(3, limits=Limits(keepalive_s=0.1, peer_silence_s=3.0), first_word_s=2.0)

@@ -494,6 +494,7 @@ def test_tenants_take_turns_where_formats_wait(tokenizer):
     assert order[7:] == [f"h{i}" for i in range(4, MAX_PREPARING)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["s s s | /./ | /../", "s s | /[a-z]/ | /[a-z ]/", "s s | /a/ |"])
 def test_an_ambiguous_grammar_ends_with_the_client_s_error_before_it_costs_others_much(
     compiler, tokenizer, rule

@@ -96,6 +96,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_needed_is_fetched_once_into_hugging_faces_cache(here: Hub, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     folder = resolve_model(NAME, progress=lambda *step: seen.append(step))
@@ -116,6 +117,7 @@ def test_what_is_needed_is_fetched_once_into_hugging_faces_cache(here: Hub, tmp_
     assert len(here.got("GET", "/resolve/")) == before
 
 
+@pytest.mark.slow
 def test_what_another_program_has_fetched_is_not_fetched_again(here: Hub) -> None:
     code = f"from huggingface_hub import snapshot_download as s; print(s({NAME!r}))"
     done = subprocess.run(
@@ -126,12 +128,14 @@ def test_what_another_program_has_fetched_is_not_fetched_again(here: Hub) -> Non
     assert len(here.got("GET", ".safetensors")) == before
 
 
+@pytest.mark.slow
 def test_a_frontend_fetches_no_weights(here: Hub) -> None:
     assert files(resolve_model(NAME, weights=False)) == NEEDED - {"model.safetensors"}
     assert here.got("GET", ".safetensors") == []
     assert files(resolve_model(NAME)) == NEEDED
 
 
+@pytest.mark.slow
 def test_shards_are_those_that_the_index_names_and_bin_is_the_last_choice(here: Hub, tmp_path: Path) -> None:
     source = write_model(tmp_path / "sharded")
     (source / "model.safetensors").unlink()
@@ -156,6 +160,7 @@ def test_shards_are_those_that_the_index_names_and_bin_is_the_last_choice(here: 
 # ---- interruptions ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_goes_on_where_it_was(here: Hub, tmp_path: Path) -> None:
     here.cut["model.safetensors"] = 2**20
     folder = resolve_model(NAME)
@@ -165,6 +170,7 @@ def test_a_connection_that_breaks_goes_on_where_it_was(here: Hub, tmp_path: Path
     assert [request[2] for request in here.got("GET", ".safetensors")] == ["", f"bytes={2**20}-"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_ended_is_continued_by_the_next(
     here: Hub, tmp_path: Path, number: signal.Signals
@@ -208,6 +214,7 @@ def wait_for_bytes(tmp_path: Path, count: int) -> None:
     raise AssertionError("the part did not grow")
 
 
+@pytest.mark.slow
 def test_two_at_once_fetch_once(here: Hub, tmp_path: Path) -> None:
     here.cut["model.safetensors"], here.hold = 2**20, True
     command = [sys.executable, "-m", "segue.engine.models.hub", NAME, "", "weights"]
@@ -224,6 +231,7 @@ def test_two_at_once_fetch_once(here: Hub, tmp_path: Path) -> None:
     assert parts(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_content_with_another_checksum_is_refused_and_not_kept(here: Hub, tmp_path: Path) -> None:
     here.spoil.add("model.safetensors")
     assert "another checksum" in refusal()
@@ -232,6 +240,7 @@ def test_content_with_another_checksum_is_refused_and_not_kept(here: Hub, tmp_pa
     assert files(resolve_model(NAME)) == NEEDED
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_leaves_no_part(here: Hub, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
@@ -265,6 +274,7 @@ def test_too_little_room_is_seen_before_the_weights_come(
 # ---- revisions ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_revision_is_pinned_by_branch_tag_or_commit(here: Hub, tmp_path: Path) -> None:
     repository = here.repositories[NAME]
     first = repository.refs["main"]
@@ -299,6 +309,7 @@ def test_a_folder_that_is_here_wins_over_the_hub(here: Hub, tmp_path: Path) -> N
 # ---- refusals -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "fragment"),
     [
@@ -316,12 +327,14 @@ def test_what_cannot_run_is_refused_before_its_weights_come(
     assert [request[1].rsplit("/", 1)[1] for request in here.got("GET", "/resolve/")] == ["config.json"]
 
 
+@pytest.mark.slow
 def test_a_repository_that_is_no_model_says_what_to_do(here: Hub) -> None:
     here.repositories["org/x-GGUF"] = Repository()
     here.repositories["org/x-GGUF"].commit({"x.gguf": b"GGUF"}, "main")
     assert "--model FILE.gguf" in refusal("org/x-GGUF")
 
 
+@pytest.mark.slow
 def test_an_unknown_name_and_one_that_is_hidden_are_one_sentence(
     here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +349,7 @@ def test_an_unknown_name_and_one_that_is_hidden_are_one_sentence(
     assert files(resolve_model("org/private")) == NEEDED
 
 
+@pytest.mark.slow
 def test_a_gated_model_says_where_to_ask(here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here.add("org/gated", tmp_path / "source", token="secret-token", gated=True)
     for token, said in (("", "no token (HF_TOKEN is not set)"), ("wrong-token", "the token in HF_TOKEN")):
@@ -352,6 +366,7 @@ def test_a_gated_model_says_where_to_ask(here: Hub, tmp_path: Path, monkeypatch:
 # ---- away ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_hub_that_is_not_well_costs_nobody_what_is_here(
     here: Hub, status: int, caplog: pytest.LogCaptureFixture
@@ -367,6 +382,7 @@ def test_a_hub_that_is_not_well_costs_nobody_what_is_here(
     assert "is taken from the cache" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_down_is_one_sentence(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = resolve_model(NAME)
     with socket.socket() as nobody:
@@ -376,6 +392,7 @@ def test_an_endpoint_that_is_down_is_one_sentence(here: Hub, monkeypatch: pytest
         assert "cannot be reached" in refusal("org/unknown")
 
 
+@pytest.mark.slow
 def test_offline_what_is_complete_in_the_cache_is_taken_and_nothing_is_asked(
     here: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

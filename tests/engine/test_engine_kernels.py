@@ -98,6 +98,7 @@ def test_other_rows_are_left_alone():
     assert (out[3] == 7.0).all()
 
 
+@pytest.mark.slow
 def test_threads_that_attend_at_once_do_not_disturb_one_another():
     """Memory that a kernel allocates must live as long as it computes: numba frees an array after the last
     use of its name, and an address into it then belongs to another allocation. One arena for all threads
@@ -264,6 +265,7 @@ def test_float32_is_rounded_to_float16_as_numpy_does():
     assert (got[~nan].view(np.uint16) == wanted[~nan].view(np.uint16)).all()
 
 
+@pytest.mark.slow
 def test_a_processor_without_float16_or_wide_vectors_will_do(tmp_path):
     """LLVM ends the process where it misses a conversion."""
     plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "SEGUE_CACHE": str(tmp_path)}

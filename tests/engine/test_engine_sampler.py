@@ -185,6 +185,7 @@ def test_the_draws_of_a_seed_are_the_same_on_every_machine_and_release():
 PINNED = [199, 416, 532, 728, 835, 918, 400, 599]
 
 
+@pytest.mark.slow
 def test_float_noise_rarely_changes_a_draw():
     """The race's bound: two distributions at total variation d differ with probability <= 2d/(1+d)."""
     a = logits(2, vocab=2000)[0]

@@ -106,6 +106,7 @@ def leftovers(cache: Path) -> list[str]:
 # --- conversion -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_gguf_file_becomes_a_complete_folder_with_its_exact_weights(tiny):
     _, tensors, cache, folder, _ = tiny
     assert check_folder(folder) == folder
@@ -168,6 +169,7 @@ def test_a_second_call_converts_nothing(tiny, monkeypatch):
     assert resolve_model(str(path), cache=cache) == folder
 
 
+@pytest.mark.slow
 def test_two_at_once_convert_once_and_a_damaged_folder_is_made_again(tiny):
     path, _, cache, folder, _ = tiny
     (folder / "tokenizer.json").unlink()
@@ -193,6 +195,7 @@ def test_two_at_once_convert_once_and_a_damaged_folder_is_made_again(tiny):
 # --- what can go wrong ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_typed_error_and_leaves_nothing(tiny, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))  # the weights are larger, all else smaller
@@ -227,6 +230,7 @@ def test_the_deadline_ends_the_child_and_cleans_up(tiny, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [40, 3000, -500])
 def test_a_gguf_file_cut_short_is_refused(tiny, tmp_path, cut):
     broken = tmp_path / "broken.gguf"
@@ -237,6 +241,7 @@ def test_a_gguf_file_cut_short_is_refused(tiny, tmp_path, cut):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_gguf_file_of_garbage_is_refused(tmp_path):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**40, 2**40) + b"\xff" * 5000)

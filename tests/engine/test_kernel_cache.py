@@ -166,6 +166,7 @@ def test_another_processor_version_or_source_takes_none_of_them(
     usable_folder.cache_clear()
 
 
+@pytest.mark.slow
 def test_two_processors_share_a_cache_folder(script: Script, tmp_path: Path) -> None:
     """As two hosts do that have one home directory. Both are named: the variables of a processor without AVX
     call this one generic."""
@@ -175,6 +176,7 @@ def test_two_processors_share_a_cache_folder(script: Script, tmp_path: Path) -> 
             assert counted in said(script.start(tmp_path, 5, **processor))
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_the_same_time_leave_what_each_of_them_can_read(
     script: Script, tmp_path: Path
 ) -> None:

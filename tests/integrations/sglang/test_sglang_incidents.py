@@ -77,6 +77,7 @@ def test_21299_a_receiver_exists_before_its_prefill_rank_is_known() -> None:
     decode.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hint", [None, 1])
 def test_a_room_on_another_rank_than_decode_infers_ends_on_both_sides(hint: int | None) -> None:
     """The request is on DP rank 0; its room (odd), or its hint, names rank 1."""
@@ -118,6 +119,7 @@ def test_22901_the_registration_of_a_rank_costs_no_time_to_first_token() -> None
         rank.close()
 
 
+@pytest.mark.slow
 def test_24601_nothing_is_left_after_1000_rooms() -> None:
     prefill, decode = Rank(Role.PREFILL), Rank(Role.DECODE)
     for number in range(1000):

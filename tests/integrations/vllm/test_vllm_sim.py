@@ -27,6 +27,7 @@ def check(seeds: range) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 def test_engine_core_lives_under_the_simulators_faults() -> None:
     counts = check(range(8))
     for what in ("loads", "preemptions", "clients that left", "ended error"):
@@ -45,6 +46,7 @@ def test_a_seed_is_the_same_run() -> None:
     assert (first.events, first.virtual_s, first.counts) == (again.events, again.virtual_s, again.counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "text"),
     [

@@ -238,6 +238,7 @@ def children() -> set[int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_an_agent_hands_over_until_it_dies(stack: ExitStack, free_port: int, transport: str) -> None:
     """Its end ends the step, as that of the thread does: vLLM fails its health check."""
@@ -400,6 +401,7 @@ def test_prefill_gives_up_rooms_that_nobody_has_when_it_lacks_blocks(stack: Exit
     at_rest(pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", LoadFailurePolicy)
 def test_a_load_whose_prefill_is_gone(stack: ExitStack, policy: LoadFailurePolicy) -> None:
     pair = Pair(stack, policy=policy)
@@ -432,6 +434,7 @@ def test_another_prompt_is_not_loaded(stack: ExitStack) -> None:
     at_rest(pair)
 
 
+@pytest.mark.slow
 def test_other_blocks_or_weights_are_refused_when_the_sides_meet(stack: ExitStack) -> None:
     other_isa = Pair(stack, decode_facts=replace(CPU_ATTN, isa="amx"), room_s=2.0)
     other_weights = Pair(stack, models=("model/float32", "other/float32"), room_s=2.0)

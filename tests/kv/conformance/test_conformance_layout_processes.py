@@ -155,7 +155,8 @@ def test_two_hundred_pairs_of_layouts_move_every_byte_once_between_real_processe
             hand_over(prefill, decode, pair)
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_some_pairs_of_layouts_move_every_byte_once_between_real_processes(transport: str) -> None:
     with two_processes(transport) as (prefill, decode):
         for pair in drawn(SEED + 1, 3):

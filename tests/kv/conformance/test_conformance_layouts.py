@@ -60,6 +60,7 @@ def hand_over(kind: str, prefill: Sizes, decode: Sizes, prefix: int, cut: int) -
     assert wire == (TOKENS - prefix) * SHAPES[kind].token_bytes, (kind, str(prefill), str(decode))
 
 
+@pytest.mark.slow
 def test_a_sample_of_all_pairs_of_layouts_moves_every_byte_once() -> None:
     rng = random.Random(11)
     for _ in range(150):

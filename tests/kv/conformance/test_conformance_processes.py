@@ -66,6 +66,7 @@ def test_writes_into_another_process(peer: Peers, side: Sides) -> None:
     assert reader.ask("count", byte=6)["count"] == 5 * MiB
 
 
+@pytest.mark.slow
 def test_a_writer_killed_in_mid_write(peer: Peers, side: Sides) -> None:
     """`PeerGone(proven=True)`, and from then on not one byte changes."""
     reader, writer = side(rank("bbbb"), 256 * MiB), peer(rank("aaaa"), 256 * MiB)
@@ -90,6 +91,7 @@ def memory_of(process: PeerProcess) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
 
 
+@pytest.mark.slow
 def test_lesson_06_a_writer_killed_while_the_reader_stands_still(peer: Peers) -> None:
     """Bytes that were sent may still land, written by the reader's own thread; after the proof not one byte
     does."""
@@ -116,6 +118,7 @@ def test_lesson_06_a_writer_killed_while_the_reader_stands_still(peer: Peers) ->
     assert not memory.any()
 
 
+@pytest.mark.slow
 def test_a_reader_killed_in_mid_write(peer: Peers, side: Sides) -> None:
     writer, reader = side(rank("aaaa"), 256 * MiB), peer(rank("bbbb"), 256 * MiB)
     writer.transport.connect(reader.me, reader.endpoint, 60)
@@ -138,6 +141,7 @@ def test_an_idle_peer_that_dies_is_noticed(peer: Peers, side: Sides) -> None:
     assert reader.fence(writer.me, 1).proven
 
 
+@pytest.mark.slow
 def test_a_paused_writer_cannot_write_after_the_abort(peer: Peers, side: Sides) -> None:
     """Stopped in mid-write, fenced, continued: its late write fails; memory is quiet once proven. Where our
     own thread may still put into memory what it has sent, the proof costs its path."""

@@ -146,6 +146,7 @@ def apply(block: CopyBlock, src: np.ndarray, dst: np.ndarray, count: np.ndarray)
         count[b : b + nbytes] += 1
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_destination_byte_is_written_once_and_from_its_own_origin(case: Case) -> None:

@@ -86,6 +86,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield made
 
 
+@pytest.mark.slow
 def test_500_rooms_in_other_orders_on_every_rank_are_folded_by_room(ranks: Ranks) -> None:
     ranks.form("orders")
     size, draw = len(ranks.processes), random.Random(1)
@@ -123,6 +124,7 @@ def assert_lost(answers: dict[int, Any]) -> None:
     assert {answer.get("error") for answer in answers.values()} == {"PEER_LOST"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_polls_too_late_costs_the_others_an_error_by_the_deadline(ranks: Ranks) -> None:
     ranks.form("late")
     ranks.hurry("late")

@@ -149,6 +149,7 @@ def test_bytes_arrive_and_at_rest_nothing_is_left(transport: str, plain: Role | 
                 assert side.lost.empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_chunk_waits_for_its_moment_in_the_other_process(transport: str) -> None:
     """Its KV is written by the engine after `send`, and by a call that blocks; neither is read before."""
@@ -178,6 +179,7 @@ def test_a_chunk_waits_for_its_moment_in_the_other_process(transport: str) -> No
         wait_until(lambda: not prefill.manager.sizes()["moments"])
 
 
+@pytest.mark.slow
 def test_a_moment_that_fails_ends_its_hand_off_alone() -> None:
     with agents("tcp") as (prefill, decode):
         sender, receiver, ready = published(prefill, decode)
@@ -252,6 +254,7 @@ def test_an_agent_that_is_killed_is_heard_at_once_and_no_page_comes_back_without
         assert dead.lost.empty(), "it is told once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_pages_that_nobody_was_shown_come_back_when_the_agent_is_killed(transport: str) -> None:
     with agents(transport) as (prefill, decode):
@@ -269,6 +272,7 @@ def test_pages_that_nobody_was_shown_come_back_when_the_agent_is_killed(transpor
         assert decode.changes.empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_engine_that_is_killed_takes_its_agent_with_it(transport: str) -> None:
     """Also where a child that it forked still has its end of the link; and the peer hears so."""
@@ -301,6 +305,7 @@ def test_an_engine_that_is_killed_takes_its_agent_with_it(transport: str) -> Non
         assert sender.error.code is ErrorCode.PEER_LOST
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_still_gets_its_kv_meanwhile() -> None:
     with ExitStack() as stack:
         prefill, (host, port) = start(stack, Role.PREFILL, "tcp", limits=SOON)
@@ -329,6 +334,7 @@ def test_an_engine_that_stands_still_gets_its_kv_meanwhile() -> None:
         assert engine.stdout.readline() == "SUCCESS\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_agent_that_stands_still_is_killed_after_the_silence_and_its_pages_wait_for_that(
     transport: str,
@@ -349,6 +355,7 @@ def test_an_agent_that_stands_still_is_killed_after_the_silence_and_its_pages_wa
         assert receiver.released is (transport == "tcp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_another_agent_over_the_same_pool_takes_the_place_of_a_lost_one(transport: str) -> None:
     with ExitStack() as stack:
@@ -366,6 +373,7 @@ def test_another_agent_over_the_same_pool_takes_the_place_of_a_lost_one(transpor
         stack.callback(memory.close)
 
 
+@pytest.mark.slow
 def test_what_waits_for_an_agent_that_does_not_read_is_bounded() -> None:
     """Long before it counts as silent."""
     limits = Limits(max_session_backlog_bytes=2**20, peer_silence_s=DEADLINE_S)
@@ -402,6 +410,7 @@ def test_an_agent_that_stands_still_is_asked_for_a_bounded_time() -> None:
         os.kill(side.manager.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_the_end_of_the_link_is_no_proof_that_the_agent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that stands still hears nothing of it, and could go on to write."""
     kept: list[socket.socket] = []
@@ -428,6 +437,7 @@ def test_the_end_of_the_link_is_no_proof_that_the_agent_has_ended(monkeypatch: p
         assert isinstance(decode.lost.get(timeout=DEADLINE_S), PeerLost)
 
 
+@pytest.mark.slow
 def test_pages_wait_until_the_process_that_is_lost_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """That it was killed proves nothing while the kernel has not ended it."""
     with agents("tcp") as (prefill, decode):
@@ -469,6 +479,7 @@ def test_pages_come_back_also_to_an_engine_that_raises_when_it_hears_of_the_loss
         side.close()
 
 
+@pytest.mark.slow
 def test_signals_of_the_terminal_and_of_a_supervisor_are_the_engines() -> None:
     with agents("shm") as (prefill, decode):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -477,6 +488,7 @@ def test_signals_of_the_terminal_and_of_a_supervisor_are_the_engines() -> None:
         assert_handed_over(prefill, decode, 33, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["claim", "hint", "tokens", "pages", "metadata"])
 def test_an_argument_of_a_wrong_type_or_size_ends_its_own_hand_off(call: str) -> None:
     with agents("shm") as (prefill, decode):
@@ -536,6 +548,7 @@ def test_a_room_that_is_opened_again_gives_no_page_back_before_its_time(plain: R
         os.kill(prefill.manager.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_room_whose_pages_are_not_back_is_refused() -> None:
     with agents("tcp") as (prefill, decode):
         sender, receiver, _ready = published(prefill, decode)
@@ -549,6 +562,7 @@ def test_a_room_whose_pages_are_not_back_is_refused() -> None:
         wait_until(lambda: sender.poll() is KVPoll.FAILED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_agent_that_is_closed_takes_leave_of_its_peers(transport: str) -> None:
     with agents(transport) as (prefill, decode):
@@ -564,6 +578,7 @@ def test_an_agent_that_is_closed_takes_leave_of_its_peers(transport: str) -> Non
             assert not change.phase.terminal, "nothing is reported any more"
 
 
+@pytest.mark.slow
 def test_an_agent_that_stands_still_when_it_is_closed_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_agent, "END_S", 1.0)
     before = children()
@@ -573,6 +588,7 @@ def test_an_agent_that_stands_still_when_it_is_closed_is_killed(monkeypatch: pyt
     assert children() == before
 
 
+@pytest.mark.slow
 def test_who_closes_second_waits_for_the_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool may be freed when any call has returned."""
     monkeypatch.setattr(kv_agent, "END_S", 1.0)
@@ -627,6 +643,7 @@ def test_a_close_ends_a_start_that_goes_on(after_s: float) -> None:
 # ---- the start and the end ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_agent_has_no_torch_nothing_that_is_preloaded_and_only_what_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -657,11 +674,13 @@ def test_the_agent_has_no_torch_nothing_that_is_preloaded_and_only_what_it_needs
         assert not any("pytest" in link for link in links)
 
 
+@pytest.mark.slow
 def test_an_environment_of_ones_own_is_all_that_it_gets() -> None:
     with agents("tcp", environment={**agent_environment(), "SEGUE_TEST": "1"}) as (prefill, _):
         assert psutil.Process(prefill.manager.pid).environ()["SEGUE_TEST"] == "1"
 
 
+@pytest.mark.slow
 def test_all_threads_of_the_agent_run_where_it_was_started() -> None:
     own = os.sched_getaffinity(0)
     if len(own) < 2:
@@ -680,6 +699,7 @@ def test_all_threads_of_the_agent_run_where_it_was_started() -> None:
         assert os.sched_getaffinity(0) == own
 
 
+@pytest.mark.slow
 def test_its_log_lines_are_the_engines(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "segue"), agents("shm") as (prefill, decode):
         assert_handed_over(prefill, decode, 8, 8)
@@ -688,6 +708,7 @@ def test_its_log_lines_are_the_engines(caplog: pytest.LogCaptureFixture) -> None
     assert len(joined) == 2
 
 
+@pytest.mark.slow
 def test_agents_with_tls_and_a_secret(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     tls = authority.issue("127.0.0.1").load()
@@ -717,6 +738,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
+@pytest.mark.slow
 def test_an_agent_that_cannot_start_says_why_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
     small = allocate(4096)

@@ -277,6 +277,7 @@ def test_the_death_of_one_rank_ends_every_hand_off_of_its_leader_at_once_and_fre
         assert late.error.code is ErrorCode.PEER_LOST
 
 
+@pytest.mark.slow
 def test_ranks_that_have_connected_by_an_invitation_hand_over_and_die_as_any_others() -> None:
     listener = RankListener()
     with ranked(2, 1, "shm", listener=listener) as (prefill, decode):
@@ -299,6 +300,7 @@ def begin_anyway(prefill: RankedSide, decode: RankedSide) -> tuple[None, KVSende
     return None, sender, receiver
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_keeps_pages_until_it_is_known_to_be_dead() -> None:
     """Its silence ends the hand-offs, and proves nothing: it may write when it goes on."""
     with ranked(2, 2, "shm") as (prefill, decode):
@@ -545,6 +547,7 @@ def test_scratch_that_is_fenced_at_once_is_granted_before() -> None:
     worker.close()
 
 
+@pytest.mark.slow
 def test_descriptors_of_worker_ranks_are_closed() -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

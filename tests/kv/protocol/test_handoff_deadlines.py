@@ -23,6 +23,7 @@ def timer(at: float) -> DeadlineEntry:
     return DeadlineEntry(at, lambda _: None)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(STEP, min_size=20, max_size=120), slack=st.sampled_from([0, 1, 4]))
 def test_deadlines_are_those_of_a_list(steps: list[tuple[str, int]], slack: int) -> None:

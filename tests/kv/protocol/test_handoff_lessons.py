@@ -73,6 +73,7 @@ def test_lesson_04_a_failed_bootstrap_is_not_overwritten_by_a_later_peer() -> No
     w.come_to_rest()
 
 
+@pytest.mark.slow
 def test_lesson_05_every_table_is_empty_after_many_hand_offs_of_every_outcome() -> None:
     w = World(one_sided=True)
     for i in range(200):

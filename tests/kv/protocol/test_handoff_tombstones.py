@@ -106,6 +106,7 @@ def test_a_late_word_of_an_earlier_attempt_leaves_the_room_of_the_next_one_alone
     assert events.Release(second.sent_as) in ended
 
 
+@pytest.mark.slow
 def test_all_that_is_said_again_on_a_new_session_fits_into_its_backlog() -> None:
     """Else the session would end with its first words, and so would each one after it."""
     limits, pool = Limits(), pool_spec(4096, 4)

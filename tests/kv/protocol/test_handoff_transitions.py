@@ -647,6 +647,14 @@ def test_metadata_has_a_largest_size(make: Callable[[Case], Case]) -> None:
     assert "FAILED" not in kinds(w.tell(w.prefill, events.SendMetadata(key, b"12345")))
 
 
+def test_decode_takes_no_more_metadata_than_its_own_limit_whatever_prefill_s_is() -> None:
+    for size in (5, 6):
+        w = Case(limits=Limits(max_metadata_bytes=5)).waiting()
+        w.from_prefill(w.metadata(content=b"7" * size))
+        assert w.r is not None
+        assert [e.code for e in w.r.errors] == [ErrorCode.METADATA_MISMATCH] * (size > 5)
+
+
 def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
     w = Case().transferring()
     assert w.s is not None

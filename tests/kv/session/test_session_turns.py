@@ -167,6 +167,7 @@ WHAT = {"turn": 3, "later": 1, "dial": 2, "deliver": 5, "snap": 1, "close": 1, "
 HOSTS = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peers", [2, 3])
 def test_per_peer_opened_and_closed_alternate(peers: int) -> None:
     opened = 0

@@ -359,6 +359,7 @@ WHAT_ELSE = ("post", "later", "cancel")
 STEP = st.tuples(st.sampled_from(WHAT * 2 + WHAT_ELSE), st.integers(0, 23))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     start=st.lists(STEP, min_size=4, max_size=16),

@@ -855,6 +855,7 @@ def test_the_end_of_one_writer_is_no_proof_of_another_one() -> None:
         assert reader.transport.in_slots.held == 0, "its goodbye is one"  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_paths_that_break_again_and_again_cost_no_slot(name: str) -> None:
     """Each time pieces have a slot of the reader, into which the writer's process might still write."""

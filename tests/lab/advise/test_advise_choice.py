@@ -86,6 +86,7 @@ def test_with_one_worker_there_is_nothing_to_divide() -> None:
     assert "apart need two" in told(advice)
 
 
+@pytest.mark.slow
 def test_the_fewest_workers_that_meet_the_targets_are_found() -> None:
     found = [advise(question(rate=rate, itl_s=0.045, ttft_s=6.0)) for rate in (1.2, 4.0)]
     assert [a.verdict for a in found] == ["disaggregate"] * 2
@@ -117,6 +118,7 @@ def test_a_closed_loop_is_compared_by_its_throughput() -> None:
     assert advice.split == best.split
 
 
+@pytest.mark.slow
 def test_what_is_carried_is_at_least_the_asked_load_and_keeps_the_targets() -> None:
     asked = question(rate=0.5, itl_s=0.045, ttft_s=3.0)
     best = next(c for c in advise(asked, 2).candidates if c.meets)

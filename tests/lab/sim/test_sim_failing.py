@@ -29,7 +29,8 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim, "SHRINK_RUNS", 60)
 
 
-@pytest.mark.parametrize("every", ["8", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", ["8", "1"])
 def test_a_failing_seed_tells_its_story_and_its_replay_fails_alike(
     sabotaged: None, every: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_failing_seed_tells_its_story_and_its_replay_fails_alike(
     assert again[1] == broken[1]
 
 
+@pytest.mark.slow
 def test_the_same_command_holds_without_the_sabotage(capsys: pytest.CaptureFixture[str]) -> None:
     assert sim.main(["--seed", str(SEED)]) == 0
     assert "replay:" not in capsys.readouterr().out

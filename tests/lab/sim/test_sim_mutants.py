@@ -44,6 +44,7 @@ def test_each_sabotage_names_one_place(mutants: ModuleType) -> None:
         compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
 
 
+@pytest.mark.slow
 def test_a_sabotage_is_caught_in_a_copy(mutants: ModuleType) -> None:
     mutant = next(m for m in mutants.MUTANTS if m.name == "unproven fence is a proof")
     path = ROOT / "src" / "segue" / mutant.file
@@ -54,10 +55,12 @@ def test_a_sabotage_is_caught_in_a_copy(mutants: ModuleType) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_unchanged_code_survives(mutants: ModuleType) -> None:
     assert mutants.hunt(None, 0, 5, 120).seeds == 0
 
 
+@pytest.mark.slow
 def test_a_sabotage_without_end_is_caught_at_its_seed(mutants: ModuleType) -> None:
     late = mutants.Mutant(
         "late", "lab/sim/run.py", "    deployment = deploy(", LATE + "    deployment = deploy(", ""

@@ -86,6 +86,7 @@ def by_the_room(scenario: Scenario, on_conflict: str, *, force_query: bool = Fal
     return scenario
 
 
+@pytest.mark.slow
 def test_a_conflict_of_dp_ranks_ends_requests_where_the_instance_says_so_and_no_others() -> None:
     fails, redirects = (
         run_scenario(of_two_leaders(rule)) for rule in (FAIL_ON_CONFLICT, REDIRECT_ON_CONFLICT)
@@ -113,6 +114,7 @@ def test_rooms_are_followed_to_another_rank_under_faults() -> None:
     assert min(moved, under_faults) >= 30
 
 
+@pytest.mark.slow
 def test_where_decode_is_to_ask_it_infers_nothing_and_everybody_is_served() -> None:
     outcome = run_scenario(of_two_leaders(REDIRECT_ON_CONFLICT, force_query=True))
     assert not outcome.failed, outcome.text

@@ -76,6 +76,7 @@ def test_no_two_instances_are_ever_at_one_address_and_left_ones_are_taken_again(
     assert again > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [1, 2], ids=["crashes", "drains"])
 def test_an_instance_that_moves_is_served_at_its_new_address(ends: int) -> None:
     spec = make_scenario(CALM).nodes[0]
@@ -88,6 +89,7 @@ def test_an_instance_that_moves_is_served_at_its_new_address(ends: int) -> None:
     assert deployment.counts["done"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [1, 2], ids=["crashes", "drains"])
 def test_a_role_changes_at_the_same_address_and_the_other_side_keeps_one(ends: int) -> None:
     scenario = make_scenario(CALM)
@@ -133,6 +135,7 @@ def test_a_path_fault_finds_its_path_after_the_roles_were_swapped() -> None:
 KV = [Role.PREFILL, Role.DECODE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "amount"), [("crash", 1), ("drain", 3), ("drain", 4), ("power loss", 1), ("role change", 3)]
 )
@@ -153,6 +156,7 @@ def test_an_instance_of_several_leaders_comes_back_as_a_whole_in_one_new_incarna
     assert deployment.counts["done"] > 0
 
 
+@pytest.mark.slow
 def test_every_fault_belongs_to_a_feature_and_one_seed_shows_both_new_ones() -> None:
     assert set(FAULTS) <= ALL_FEATURES
     both = [s for s in range(300) if {"move", "role change"} <= make_scenario(s).features][:6]
@@ -166,6 +170,7 @@ def test_every_fault_belongs_to_a_feature_and_one_seed_shows_both_new_ones() -> 
     raise AssertionError(f"only {seen} were injected")
 
 
+@pytest.mark.slow
 def test_an_instance_whose_address_is_taken_says_so_and_comes_back_when_it_is_free() -> None:
     taken = Fault("f0", "address taken", 0.1, make_scenario(CALM).nodes[0].name, seconds=0.5)
     outcome = run_scenario(with_faults(taken))
@@ -173,7 +178,8 @@ def test_an_instance_whose_address_is_taken_says_so_and_comes_back_when_it_is_fr
     assert outcome.counts["addresses taken"] > 1
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pair_whose_memory_cannot_be_had_goes_on_over_the_other_transport(ranks: int) -> None:
     nodes = {role: [n.name for n in make_scenario(CALM).nodes if n.role is role] for role in Role}
     prefill, decode = nodes[Role.PREFILL][0], nodes[Role.DECODE][0]
@@ -217,6 +223,7 @@ def test_what_strikes_while_a_pair_measures_costs_no_request_more_than_at_any_ot
     assert sum(outcome.counts[name] for name in measured) > 0
 
 
+@pytest.mark.slow
 def test_a_leader_that_has_lost_its_rank_ends_its_hand_offs_at_once() -> None:
     decode = next(n.name for n in make_scenario(CALM).nodes if n.role is Role.DECODE)
     outcome = run_scenario(

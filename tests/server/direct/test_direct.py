@@ -460,6 +460,7 @@ def test_a_client_that_leaves_while_its_door_tokenizes_ends_the_other_leg(
         run(pair, work)
 
 
+@pytest.mark.slow
 def test_an_abandoned_prefill_leg_ends_by_its_deadline_and_is_a_metric(
     pair: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -614,6 +615,7 @@ def test_a_hint_does_not_contradict_the_rank_that_prefill_has_named(pair: Deploy
     run(pair, work)
 
 
+@pytest.mark.slow
 def test_hundreds_of_refused_legs_keep_nobody_out(pair: Deployment) -> None:
     """Each is a word that prefill keeps for a request that never comes."""
 

@@ -140,6 +140,7 @@ def test_lesson_19_what_reaches_a_leader_has_no_room_for_an_address() -> None:
         assert not words & {"host", "port", "url", "address", "addr", "endpoint", "ip", "bootstrap"}, kind
 
 
+@pytest.mark.slow
 def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> None:
     """Every call that opens a connection, by file: a new one has to be looked at, and added here."""
     opening = {

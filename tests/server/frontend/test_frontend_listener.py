@@ -108,6 +108,7 @@ def loading(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_frontend_that_imports_answers_and_a_signal_ends_it(loading: subprocess.Popen[str]) -> None:
     assert loading.stderr is not None
     url = next(line for line in loading.stderr if "event=listening" in line).rpartition("url=")[2].strip()

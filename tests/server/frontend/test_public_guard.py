@@ -419,6 +419,7 @@ def _small_process(pipe: Any, folder: Path, soft: int, hard: int) -> None:
             pipe.send(time.process_time())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("soft", "hard"), [(1024, 1024), (256, 1200)])
 def test_a_thousand_idle_sockets_do_not_end_a_service_with_1024_descriptors(
     model_folder: Path, soft: int, hard: int

@@ -114,6 +114,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     form=st.sampled_from([*TEMPLATES, "response"]),
@@ -198,6 +199,7 @@ def test_a_value_in_xml_has_the_type_of_its_schema() -> None:
     assert json.loads(call.arguments) == {"days": "soon"}, "what is not of the type stays text"
 
 
+@pytest.mark.slow
 def test_a_delimiter_that_never_comes_holds_back_little_and_takes_linear_time() -> None:
     """A template's pattern may begin with any white space."""
 

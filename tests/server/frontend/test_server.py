@@ -102,6 +102,7 @@ def test_the_model_s_sampling_defaults_are_read_only_where_they_are_asked_for(
     asyncio.run(start("openai"))
 
 
+@pytest.mark.slow
 def test_ready_after_the_canary_then_serving_then_a_drain(model_folder: Path) -> None:
     async def main() -> None:
         registry, stop = FakeRegistry(), asyncio.Event()

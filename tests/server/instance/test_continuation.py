@@ -112,6 +112,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_tokens_equal_the_undisturbed_run(made: Cluster, how: str) -> None:
     rng = random.Random(how)
@@ -141,6 +142,7 @@ def test_greedy_equals_transformers(made: Cluster, folder: Path) -> None:
     assert made.metric("segue_placed_again_prompt_tokens_total", kv="kept") > 0
 
 
+@pytest.mark.slow
 def test_an_unseeded_sample_goes_on_with_its_own_seed(made: Cluster) -> None:
     # Its seed is the frontend's: a continuation that drew anew would repeat no text, but break the grammar.
     body = {"prompt": prompt(3), "max_tokens": 40, "guided_regex": "(ab|cd){18}"}
@@ -151,6 +153,7 @@ def test_an_unseeded_sample_goes_on_with_its_own_seed(made: Cluster) -> None:
         assert {text[i : i + 2] for i in range(0, 36, 2)} <= {"ab", "cd"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 5, 12, 15])
 def test_a_schema_is_followed_across_the_cut(made: Cluster, step: int) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -188,6 +191,7 @@ def test_logprobs_and_echo_and_offsets(made: Cluster) -> None:
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_of_several_samples_and_a_stop_string(made: Cluster, stream: bool) -> None:
     body: dict[str, Any] = {
@@ -231,6 +235,7 @@ def test_each_of_several_samples_and_a_stop_string(made: Cluster, stream: bool) 
     assert made.metric("segue_continuations_total", code="PEER_LOST") > 0
 
 
+@pytest.mark.slow
 def test_many_streams_and_instances_that_die_one_after_the_other(made: Cluster, folder: Path) -> None:
     asked = [prompt(100 + i, 20 + i) for i in range(12)]
     expected = generate(folder, asked, COUNT)
@@ -253,6 +258,7 @@ def test_many_streams_and_instances_that_die_one_after_the_other(made: Cluster, 
     assert made.replaced >= 3
 
 
+@pytest.mark.slow
 def test_prefill_killed_while_chunks_are_in_flight(made: Cluster, folder: Path) -> None:
     long = prompt(50, 300)
     [first] = made.by_role(Role.PREFILL)
@@ -279,6 +285,7 @@ def test_prefill_killed_while_chunks_are_in_flight(made: Cluster, folder: Path) 
     assert first in made.running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_sessions_that_are_cut_and_come_back(role: Role, transport: str, folder: Path) -> None:

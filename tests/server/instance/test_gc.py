@@ -25,6 +25,7 @@ def _nothing_is_kept_for_good() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.slow
 def test_what_is_made_inside_is_out_of_the_collectors_sight_and_the_rest_is_not() -> None:
     with frozen_imports():
         assert not gc.isenabled()
@@ -40,6 +41,7 @@ def test_what_is_made_inside_is_out_of_the_collectors_sight_and_the_rest_is_not(
     assert lost() is None
 
 
+@pytest.mark.slow
 def test_a_failure_inside_leaves_the_collector_at_work() -> None:
     with pytest.raises(ImportError), frozen_imports():
         raise ImportError("no such module")

@@ -36,6 +36,7 @@ def record(listener: socket.socket, dp_rank: int) -> InstanceRecord:
     )
 
 
+@pytest.mark.slow
 def test_decode_dials_an_instance_only_when_its_last_rank_has_registered() -> None:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     first = record(listeners[0], 0)

@@ -86,6 +86,7 @@ def ask(made: Cluster, prompt: list[int], **more: Any) -> int:
     return made.http.post("/v1/completions", content=content).status_code
 
 
+@pytest.mark.slow
 def test_lesson_24_every_metric_moves_under_a_real_run(folder: Path) -> None:
     roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
     options: dict[str, Any] = {"make_engine": engines(folder), "chunk_tokens": 32, "transport": "tcp"}

@@ -108,6 +108,7 @@ def test_a_hint_out_of_range_is_a_typed_error_on_both_sides() -> None:
         made.assert_comes_to_rest()
 
 
+@pytest.mark.slow
 def test_a_registry_that_restarts_is_told_the_rooms_again() -> None:
     with two_ranks() as (made, two, decode):
         made.front.submit("r", PROMPT, two[1], decode, room=10, is_open=True, only=two[1])
@@ -119,6 +120,7 @@ def test_a_registry_that_restarts_is_told_the_rooms_again() -> None:
         made.assert_comes_to_rest()
 
 
+@pytest.mark.slow
 def test_with_the_registry_away_who_must_ask_waits_for_it_and_no_longer_than_its_deadline() -> None:
     with two_ranks() as (made, two, decode):
         port = made.registry.port
@@ -135,6 +137,7 @@ def test_with_the_registry_away_who_must_ask_waits_for_it_and_no_longer_than_its
         made.assert_comes_to_rest()
 
 
+@pytest.mark.slow
 def test_an_answer_after_the_deadline_is_nobodys_and_leaves_nothing() -> None:
     with two_ranks() as (made, two, decode):
         made.front.submit("r", PROMPT, two[0], decode, room=10, is_open=True, only=decode, budget_s=0.5)

@@ -64,6 +64,7 @@ def later(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "decode", "transport"),
     [
@@ -205,7 +206,8 @@ def generating(
         yield made, next(r for r in made.running if r.instance is decode)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_stands_still_ends_its_replica_at_once_and_typed(
     number: signal.Signals, generating: tuple[Deployment, Running]
 ) -> None:

@@ -144,6 +144,7 @@ def later(before: Role, after: Role, dp: int) -> Any:
     return pytest.param(before, after, dp, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "dp"),
     [
@@ -199,6 +200,7 @@ def test_a_role_is_switched_under_load_and_back_and_nothing_is_lost(
         assert main(["explain", "r0", "--registry", made.url]) == 0
 
 
+@pytest.mark.slow
 def test_a_leader_with_companions_keeps_them_in_its_next_role_and_leaves_only_with_them(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +216,7 @@ def test_a_leader_with_companions_keeps_them_in_its_next_role_and_leaves_only_wi
         assert others.asked[2:] == ["done", "close"]
 
 
+@pytest.mark.slow
 def test_a_leader_with_companions_that_is_to_leave_between_two_roles_leaves_with_them(folder: Path) -> None:
     others = Others()
     with cluster(folder, Role.PREFILL, Role.DECODE) as made:
@@ -232,6 +235,7 @@ def test_a_leader_with_companions_that_is_to_leave_between_two_roles_leaves_with
         assert others.asked == ["listen", "listen", "done", "close"]
 
 
+@pytest.mark.slow
 def test_a_leader_says_that_it_is_done_if_another_rank_was_between_two_roles() -> None:
     class Leaving(Others):
         """One of them is done before we are in our second role."""
@@ -250,6 +254,7 @@ def test_a_leader_says_that_it_is_done_if_another_rank_was_between_two_roles() -
     assert others.asked == ["listen", "listen", "done", "close"]
 
 
+@pytest.mark.slow
 def test_a_leader_says_that_it_is_done_if_it_is_to_leave_while_the_role_before_is_collected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -270,6 +275,7 @@ def test_a_leader_says_that_it_is_done_if_it_is_to_leave_while_the_role_before_i
     assert others.asked == ["listen", "listen", "done", "close"]
 
 
+@pytest.mark.slow
 def test_nothing_of_the_role_before_is_kept_for_what_its_companions_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -32,6 +32,8 @@ LONG_LENGTHS = (1, 2, 15, 16, 17, 19, 25, 33, 64, 65, 129, 257, 512, 777, 1300, 
 #: By how much of a logit each greedy token must lead: far more than the order of float32 sums can change.
 LEAD = 1e-4
 ANSWER_S = 240.0
+#: Families that `make test` serves: full attention, windows, a latent cache, a recurrent state.
+QUICK = ("llama", "gemma3", "deepseek-v3", "qwen3-next")
 Reference = tuple[list[list[int]], list[list[int]]]
 
 
@@ -116,7 +118,9 @@ def answer(
         pytest.param(ONE_ONE, "shm", WHOLE, id="1P1D-shm-whole", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+@pytest.mark.parametrize(
+    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILY_CONFIGS]
+)
 def test_each_family_equals_generate(
     family: str,
     roles: tuple[Role, ...],
@@ -171,6 +175,7 @@ def test_each_family_with_prompts_of_up_to_2000_tokens(
         assert answer(made, asked, "again") == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("chunk_tokens", [16, 64, 4096])
 def test_two_and_two_with_sixteen_at_once(
@@ -274,6 +279,7 @@ def test_a_prefix_hit_on_decode_while_prefill_is_cold(
         assert (again.decode_cached, again.computed) == (len(asked) // 16 * 16, len(asked) % 16)
 
 
+@pytest.mark.slow
 def test_seeded_sampling_is_equal_apart_and_unified(folder: Callable[[str], Path]) -> None:
     asked = prompts(4, 8, 120)
     how = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 1234, "repetition_penalty": 1.1}
@@ -316,6 +322,7 @@ def test_unequal_page_sizes_between_the_sides(folder: Callable[[str], Path]) -> 
 
 
 # Penalties too: what they know of the output so far must outlive a retraction.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

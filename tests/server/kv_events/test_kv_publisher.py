@@ -239,6 +239,7 @@ def test_who_subscribes_late_hears_that_there_was_something_and_the_others_nothi
         first.context.destroy()
 
 
+@pytest.mark.slow
 def test_a_replay_of_all_that_is_kept_has_its_end_however_late_it_is_read(
     pair: tuple[KVPublisher, Subscriber], ports: tuple[int, int]
 ) -> None:
@@ -616,6 +617,7 @@ def test_a_client_that_says_much_is_read_at_a_rate(
         publisher.close()
 
 
+@pytest.mark.slow
 def test_a_subscriber_that_reads_nothing_holds_no_batches_and_is_cut(
     pair: tuple[KVPublisher, Subscriber],
     ports: tuple[int, int],
@@ -644,6 +646,7 @@ def test_a_subscriber_that_reads_nothing_holds_no_batches_and_is_cut(
         stalled.close()
 
 
+@pytest.mark.slow
 def test_a_replay_is_written_as_it_is_read_and_an_honest_asker_has_its_turn(
     pair: tuple[KVPublisher, Subscriber], ports: tuple[int, int]
 ) -> None:

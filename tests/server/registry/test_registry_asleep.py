@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from registry_records import A, record
 
 from segue.kv.clock import VirtualClock
@@ -38,6 +39,7 @@ def test_an_instance_outlives_the_registrys_sleep_but_not_its_own_silence() -> N
     assert store.instances(None).instances == []
 
 
+@pytest.mark.slow
 def test_the_timer_looks_often_though_nothing_is_due() -> None:
     class Counting(SystemClock):
         looks = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from pair import Pair
@@ -65,6 +66,7 @@ def finishes(scheduler: UnifiedScheduler) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_two_requests_near_the_limit_never_wait_for_each_other() -> None:
     """16 pages of 4 tokens: A generates and grows while B's prompt is computed, and both do not fit."""
     stuck, tried = [], 0
@@ -117,6 +119,7 @@ def mixes(draw: st.DrawFn) -> Mix:
     return Mix(pages, page_tokens, draw(st.integers(1, 9)), draw(st.integers(1, 5)), requests)
 
 
+@pytest.mark.slow
 @given(mixes())
 @settings(max_examples=300, deadline=None)
 def test_the_unified_role_ends_whatever_fits_alone(mix: Mix) -> None:
@@ -142,6 +145,7 @@ def test_the_unified_role_ends_whatever_fits_alone(mix: Mix) -> None:
     scheduler.check_integrity()
 
 
+@pytest.mark.slow
 @given(mixes(), st.integers(0, 8), st.integers(0, 8), st.sampled_from([1, 2, 4]))
 @settings(max_examples=200, deadline=None)
 def test_the_pair_ends_whatever_fits_each_half_alone(

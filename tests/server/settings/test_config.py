@@ -438,6 +438,7 @@ def childs_view(config: ServeConfig, role: Role, size: ModelSize | None) -> Inst
     return build(InstanceConfig, Layers(flags), command=str(role), known=KNOWN, fixed={"role": role})
 
 
+@pytest.mark.slow
 @given(
     st.floats(2**-20, 16, allow_nan=False),
     st.builds(ModelSize, st.integers(0, 2**36), st.integers(64, 2**20), st.integers(64, 2**17)),

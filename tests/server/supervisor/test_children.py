@@ -92,6 +92,7 @@ def test_a_grandchild_that_keeps_the_output_open_does_not_hide_the_end_of_the_ch
         os.kill(int(lines[0]), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_grandchild_that_goes_on_writing_does_not_hide_the_end_of_the_child() -> None:
     child, _ = run("yes & exit 3")  # `yes` ends once nobody reads it
     assert child.exit_text() == "exit status 3"

@@ -9,7 +9,14 @@ from typing import ClassVar
 
 import msgspec
 
-from segue.kv.errors import DeadlineExceeded, DpRankConflict, ErrorInfo, Internal, TransferFailed
+from segue.kv.errors import (
+    DeadlineExceeded,
+    DpRankConflict,
+    ErrorInfo,
+    Internal,
+    MetadataMismatch,
+    TransferFailed,
+)
 from segue.kv.ids import KVPoll, LeaderId
 from segue.kv.layout.content import LayerSample
 from segue.kv.protocol.events import (
@@ -264,6 +271,11 @@ class ReceiverMachine(Machine):
         raise event.error.exception()
 
     def _metadata(self, message: Metadata) -> None:
+        limit = self.local.limits.max_metadata_bytes
+        if len(message.content) > limit:
+            raise MetadataMismatch(
+                f"metadata of {len(message.content)} bytes, limits.max_metadata_bytes allows {limit}"
+            )
         self.tally.note_metadata(message)
 
     def _complete(self) -> bool:
