@@ -36,6 +36,9 @@ SMALLEST = {
     "transport": ("--rounds", "2"),
     "transports": (*ONCE, "--seconds", "1"),
 }
+#: Those that `make test-slow` runs, of each kind: with a deployment, a frontend, two processes, one process.
+#: `make soak` runs the others.
+IN_SLOW = {"abort", "handoff", "frontend", "transport", "plan", "session"}
 #: `tests/deploy`, `tests/e2e/chaos` and `tests/lab/sim` run what these do; `first_hour` installs everything;
 #: those after them need the default model or other people's routers
 ELSEWHERE = {"changes", "etcd", "first_hour", "kills", "manifests", "sim_many"}
@@ -101,7 +104,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_SLOW else pytest.param(name, marks=pytest.mark.soak) for name in SMALLEST]
+)
 def test_a_measurement_runs(name: str, model: Path) -> None:
     words = [str(model) if word == "MODEL" else word for word in SMALLEST[name]]
     command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), *words]

@@ -34,7 +34,7 @@ def saved(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "transport"), [("lfm2", "shm"), ("lfm2", "tcp"), ("qwen3.5", "shm"), ("qwen3-next", "tcp")]
+    ("family", "transport"), [("lfm2", "shm"), ("qwen3.5", "shm"), ("qwen3-next", "tcp")]
 )
 def test_a_hybrid_folder_is_served(tmp_path: Path, family: str, transport: str) -> None:
     folder = saved(tmp_path, family)

@@ -29,7 +29,13 @@ LIBRARIES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [(), ("--prefill-tp", "2")], ids=["tp 1", "tp 2 to 1"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param((), marks=pytest.mark.soak, id="tp 1"),
+        pytest.param(("--prefill-tp", "2"), id="tp 2 to 1"),
+    ],
+)
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_tokens_are_those_of_generate(tiny: Path, name: str, ranks: tuple[str, ...]) -> None:
     draw = random.Random(5)
@@ -46,7 +52,7 @@ def test_tokens_are_those_of_generate(tiny: Path, name: str, ranks: tuple[str, .
         assert made.stop() == 0
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_lesson_09_an_instance_restarted_at_its_port_serves_the_next_request(
     tiny: Path, name: str, victim: str
