@@ -91,6 +91,8 @@ def main() -> None:
         "port": int(port),
         "log_level": "warning",
         "skip_server_warmup": True,
+        # Otherwise an idle scheduler keeps one of two cores busy.
+        "sleep_on_idle": True,
     }
     if mode != "null":
         options |= {
