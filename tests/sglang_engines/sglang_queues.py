@@ -246,4 +246,5 @@ def turns(until: Callable[[], bool], *ranks: Prefill | Decode) -> None:
     while not until():
         for rank in ranks:
             rank.turn()
+        time.sleep(0)  # the I/O threads get the interpreter, as they do when SGLang's loop asks its sockets
         assert time.monotonic() < end, "not reached"

@@ -418,7 +418,7 @@ def test_24601_nothing_is_left_over_1000_rooms(ranks: Ranks) -> None:
             continue
         room = new_room()
         sent = prefill.add(request(room, PAGE))
-        decode.add(request(room, PAGE))
+        req = decode.add(request(room, PAGE))
         moment = number // 2 % 3
         if moment:
             turns(lambda: bool(decode.disagg_decode_transfer_queue.queue), decode)
@@ -427,5 +427,14 @@ def test_24601_nothing_is_left_over_1000_rooms(ranks: Ranks) -> None:
         waiting = decode.disagg_decode_transfer_queue.queue or decode.disagg_decode_prealloc_queue.queue
         halves = [sent.disagg_kv_sender, waiting[0].kv_receiver]
         halves[number // 6 % 2].abort()
-        turns(lambda room=room: room in prefill.ended and room in decode.ended, prefill, decode)
+        turns(
+            lambda room=room, req=req: (
+                room in prefill.ended and (room in decode.ended or req in decode.waiting_queue)
+            ),
+            prefill,
+            decode,
+        )
+        if req in decode.waiting_queue:  # it had all KV when prefill's client left
+            decode.waiting_queue.remove(req)
+            release_kv_cache(req, decode.tree_cache, checkpoint=False)
     at_rest(*ranks)
