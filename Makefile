@@ -11,6 +11,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 TRANSPORTS := $(VENV)/.segue-transports
 ROUTERS := $(VENV)/routers
 CLUSTER := $(VENV)/cluster
+DOCS := $(VENV)/docs
 OLDEST := $(VENV)-oldest
 VLLM := $(VENV)-vllm
 SGLANG := $(VENV)-sglang
@@ -24,7 +25,7 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup transports routers cluster serve test test-slow test-oldest test-vllm test-sglang soak mutants sabotage bench fmt clean
+.PHONY: help setup transports routers cluster docs serve test test-slow test-oldest test-vllm test-sglang soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -70,6 +71,19 @@ $(CLUSTER)/bin/helm: tools/kubernetes_tools.py | $(STAMP)
 
 cluster: $(CLUSTER)/bin/helm ## install helm, kubectl and schemas, for the tests of deploy/
 
+# In an environment of its own: Sphinx with the theme furo, and myst-parser, which reads Markdown. mermaidx is here for
+# the mermaid.js that it carries; it is not run.
+$(DOCS)/bin/sphinx-build:
+	@"$(PYTHON)" -m venv $(DOCS)
+	@echo "docs: Sphinx, furo and myst-parser, for the docs site (0.1 GiB on disk)"
+	@$(DOCS)/bin/python -m pip install $(QUIET) sphinx==9.0.4 furo==2025.12.19 myst-parser==5.2.0
+	@$(DOCS)/bin/python -m pip install $(QUIET) --no-deps mermaidx==0.10.1
+	@touch $@
+
+docs: $(DOCS)/bin/sphinx-build ## build the docs site in build/docs; a warning is an error
+	@$(DOCS)/bin/sphinx-build -W --keep-going --quiet -c docs . build/docs
+	@echo "open build/docs/index.html"
+
 serve: setup ## one frontend, one prefill and one decode instance on port 8000 (ARGS="--port 9000 …")
 	@$(BIN)/segue serve $(ARGS)
 
@@ -79,7 +93,7 @@ test: transports ## format, lint, strict types, tests; stops at the first that f
 	@$(BIN)/mypy
 	@$(PYTEST) $(ARGS)
 
-test-slow: transports routers cluster ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
+test-slow: transports routers cluster $(DOCS)/bin/sphinx-build ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
 	@tools/system_libraries.sh --browser
 	@$(PYTEST) -m 'slow and not soak' $(ARGS)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ from served import Served
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
+ROOT = Path(__file__).resolve().parents[2]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 FLOAT32 = ("--dtype", "float32", "--port", "0", "--kv-gib", "0.4", "--threads-per-worker", "1")
 
@@ -136,6 +139,20 @@ def test_paris_through_the_openai_client(served: Served) -> None:
     assert usage is not None
     assert usage.completion_tokens > 0
     client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["", "python"])
+def test_paris_as_the_readme_asks(served: Served, language: str) -> None:
+    """With curl, and with a program of its own."""
+    text = (ROOT / "README.md").read_text().partition("## Ask")[2]
+    block = text.partition(f"```{language}\n")[2].partition("```")[0]
+    assert "http://127.0.0.1:8000" in block
+    run = [sys.executable, "-c"] if language else ["bash", "-c"]
+    command = [*run, block.replace("http://127.0.0.1:8000", served.url)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
 
 
 def assert_sixteen_at_once(url: str, asked: list[list[int]], reference: list[list[int]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 
-FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
@@ -76,7 +77,7 @@ def path_faults(page: str, text: str) -> list[str]:
 def commands(text: str) -> list[tuple[list[str], bool]]:
     """The `segue` commands of a page as words, and whether each is whole: a line of a block is, a span of
     code may only name a command and some of its flags."""
-    blocks = [line for block in FENCE.findall(text) for line in block.splitlines()[1:-1]]
+    blocks = [line.strip() for block in FENCE.findall(text) for line in block.splitlines()[1:-1]]
     spans = [span.strip("`") for span in SPAN.findall(FENCE.sub("", text))]
     found = []
     for line, whole in [(line, True) for line in blocks] + [(span, False) for span in spans]:
@@ -183,7 +184,9 @@ def test_every_sentence_of_the_page_of_troubles_is_one_that_segue_says() -> None
 
 def test_python_on_a_page_compiles() -> None:
     blocks = [
-        b for page in PAGES for b in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+        textwrap.dedent(block)
+        for page in PAGES
+        for block in re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.M | re.S)
     ]
     assert blocks
     for block in blocks:
