@@ -38,7 +38,12 @@ async def records_us(records: Records) -> float:
     backend = ScriptedBackend([], pace, records)
     sampling = SamplingParams(max_tokens=200)
     call: Any = SimpleNamespace(
-        id="cmpl-3F2kZ4mDmJ0DaBVAXrYB2Ie1", planned_at=1.0, status=200, gone=False, trace=TraceContext()
+        id="cmpl-3F2kZ4mDmJ0DaBVAXrYB2Ie1",
+        planned_at=1.0,
+        status=200,
+        gone=False,
+        trace=TraceContext(),
+        inference=None,
     )
     requests = [
         Request(request_id=f"{call.id}-{n}", prompt=[1] * 100, sampling=sampling) for n in range(COUNT)

@@ -116,7 +116,8 @@ def test_prefill_decode_and_frontend_by_hand(
         for resource in traced.get().resource_spans:
             spans = [span for scope in resource.scope_spans for span in scope.spans]
             names |= {span.name for span in spans if span.trace_id.hex() == TRACE}
-    assert {"segue.http", "segue.frontend", "segue.prefill", "segue.decode", "transfer"} <= names
+    ours = {"segue.frontend", "segue.prefill", "segue.decode", "transfer"}
+    assert {"POST /v1/completions", "text_completion tiny", *ours} <= names
 
 
 @pytest.mark.parametrize(

@@ -199,13 +199,13 @@ def test_a_span_of_our_own_is_what_all_samples_are_told_and_the_record_has_both(
     door: Running, backend: FakeBackend
 ) -> None:
     parent = f"00-{'a' * 32}-{'b' * 16}-01"
-    child = f"00-{'a' * 32}-{'c' * 16}-01"
-    door.door.trace = lambda said: TraceContext(said, child)
+    child, span = (f"00-{'a' * 32}-{digit * 16}-01" for digit in "cd")
+    door.door.trace = lambda said: TraceContext(said, child, span)
     door.post(CHAT, chat(n=3), headers={"traceparent": parent, "X-Request-ID": "own"})
     assert [request.traceparent for request in backend.requests] == [child] * 3
     [record] = door.on_loop(lambda: door.door.records.find("own"))
-    assert (record.traceparent, record.span) == (parent, child)
-    assert (TraceContext(parent, parent).span, TraceContext().span) == ("", "")
+    assert (record.traceparent, record.span) == (parent, span)
+    assert (record.inner.span, record.inner.name) == (child, "chat tiny")
 
 
 # ---- times and waits ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from deployment import LIMITS, Running
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from segue.cli.commands.frontend import followed
 from segue.engine.engine_api import SequenceResult, StepHandle
 from segue.kv.errors import PeerLost
 from segue.kv.ids import LeaderId, Role
@@ -29,7 +31,10 @@ from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.http_server import HttpServer, bind
 from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.trace_context import passed_on
+from segue.server.messages.records import Records
 from segue.server.observe.metrics import Metrics
+from segue.server.observe.traces import Traces
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_server import serve as serve_registry
 
@@ -81,7 +86,10 @@ class Steps:
 class Cluster:
     """Registry, instances and a door over HTTP, each part with its own thread."""
 
-    def __init__(self, roles: Sequence[Role], tokenizer: Path, **options: Any) -> None:
+    def __init__(
+        self, roles: Sequence[Role], tokenizer: Path, spans: Traces | None = None, **options: Any
+    ) -> None:
+        self.spans = spans
         self.io = IoThread()
         self.io.start()
         self.limits = LIMITS.limits()
@@ -101,9 +109,13 @@ class Cluster:
         running = Running(role, self.url, **self._options)
         self.running.append(running)
         self.steps[running.instance.me] = Steps(running)
+        if self.spans is not None:
+            running.instance.scheduler.admission.records.on_record = self.spans.on_record
         return running
 
     async def _open(self, tokenizer: Path) -> str:
+        spans = self.spans
+        records = Records(on_record=None if spans is None else spans.on_record)
         self.client = RegistryClient(self.url, secret=None, limits=self.limits)
         self.fleet = Fleet(
             self.client,
@@ -111,13 +123,16 @@ class Cluster:
             secret=None,
             limits=self.limits,
             metrics=self.metrics,
+            records=records,
+            span_below=None if spans is None else spans.below,
         )
         self.door = OpenAIServer(
             self.fleet,
             ModelTokenizer.load(tokenizer),
             OpenAIServerSettings(model=NAME, context_tokens=512, vocab_size=97, limits=self.limits),
             self.metrics,
-            self.fleet.records,
+            records,
+            passed_on if spans is None else partial(followed, spans),
         )
         sock = bind("127.0.0.1", 0)
         self.server = HttpServer(build_app(self.door), sock, drain_s=2)

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.trace import StatusCode
 
 from otlp import ExportTraceServiceRequest, collecting
 from segue.kv.errors import ConfigError, Internal
@@ -190,8 +192,42 @@ def test_a_record_s_span_is_at_its_time_on_the_wall_and_its_steps_follow_one_ano
     assert {a.key: a.value.int_value for a in top.attributes}["segue.attempt"] == 2
     assert [a.value.string_value for a in next_step.attributes] == ["how"]
     assert not step.attributes
-    assert (top.status.code, top.kind, found["segue.http"].kind) == (0, 1, 2)
+    assert (top.status.code, top.kind, found["segue.http"].kind) == (0, 2, 2)
     assert len({span.span_id for span in found.values()}) == len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "failed"),
+    [
+        (503, {"http.response.status_code": 503}, True),
+        (200, {"http.response.status_code": 200}, True),  # the stream broke
+        (499, {}, True),  # the client left
+        (429, {"http.response.status_code": 429}, False),
+    ],
+)
+def test_a_server_s_span_fails_unless_its_status_is_the_client_s_error(
+    status: int, told: dict[str, Any], failed: bool
+) -> None:
+    kept: list[ReadableSpan] = []
+    processor = SpanProcessor()
+    processor.on_end = kept.append  # type: ignore[method-assign]
+    http_record = RequestRecord(
+        request_id="r",
+        where="frontend http",
+        role="http",
+        began=1.0,
+        seconds=1.0,
+        traceparent=PARENT,
+        facts={"status": status},
+        attributes={"http.request.method": "POST", "http.route": "/v1/completions", **told},
+        error=Internal("broken").info,
+    )
+    Traces({}, "segue-test", processor).on_record(http_record)
+    [span] = kept
+    assert span.name == "POST /v1/completions"
+    assert span.status.status_code is (StatusCode.ERROR if failed else StatusCode.UNSET)
+    assert span.status.description == ("broken" if failed else None)
+    assert (span.attributes or {}).get("error.type") == ("INTERNAL" if failed else None)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from segue.server.frontend.trace_context import TraceContext, passed_on
 from segue.server.instance.gc import frozen_imports
 from segue.server.messages.records import Records
 from segue.server.observe.metrics import Metrics
-from segue.server.observe.traces import traces
+from segue.server.observe.traces import Traces, traces
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord
 from segue.server.settings.commands import FrontendConfig
@@ -133,12 +133,13 @@ async def _serve(
             metrics=metrics,
             tls=tls,
             records=records,
+            span_below=None if spans is None else spans.below,
         )
         telling = background(lifeline.follow(fleet.await_restarted), name="news of restarts", failed=_say)
         closing.callback(telling.cancel)
         watchdog = background(service_manager.feed_watchdog(), name="watchdog", failed=_say)
         closing.callback(watchdog.cancel)
-        trace = passed_on if spans is None else lambda parent: TraceContext(parent, spans.context(parent))
+        trace = passed_on if spans is None else partial(followed, spans)
         await server.run_frontend(
             config,
             fleet,
@@ -161,6 +162,12 @@ async def _serve(
             on_ready=on_ready,
         )
         return True
+
+
+def followed(spans: Traces, parent: str) -> TraceContext:
+    """Spans of our own for a request that the client has sent below its span `parent`."""
+    span = spans.context(parent)
+    return TraceContext(parent, spans.below(span), span)
 
 
 def _import_server() -> ModuleType:

@@ -73,7 +73,8 @@ class Signal:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Objects that all calls of one fleet share. `news` is notified whenever a placement may have become
-    possible; `new_room` draws the id of an attempt's hand-off."""
+    possible; `new_room` draws the id of an attempt's hand-off. `span_below` makes the `traceparent` of a
+    call's own span, which workers are told, from the request's; None: this process has no spans."""
 
     membership: Membership
     router: Router
@@ -83,6 +84,7 @@ class Parts:
     new_room: Callable[[], int]
     records: Records
     vacancies: RetryAfter
+    span_below: Callable[[str], str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,9 @@ class Call:
         ended: Callable[[], object],
         half: DirectHalf | None = None,
     ) -> None:
+        self._above = request.traceparent
+        if self._above and parts.span_below is not None:
+            request = msgspec.structs.replace(request, traceparent=parts.span_below(self._above))
         self.attempts = Attempts(request, parts.settings.max_attempts)
         self._parts = parts
         self._half = half
@@ -527,7 +532,8 @@ class Call:
             },
             error=None if self._error is None else self._error.info,
             ended=ended,
-            traceparent=request.traceparent,
+            traceparent=self._above,
+            span=request.traceparent if request.traceparent != self._above else "",
         )
 
     def _wake(self, wait: Wait | None = None) -> None:

@@ -65,6 +65,7 @@ class Fleet:
         tls: Tls | None = None,
         records: Records | None = None,
         runtime: FleetRuntime | None = None,
+        span_below: Callable[[str], str] | None = None,
     ) -> None:
         runtime = runtime or FleetRuntime()
         self.limits = limits
@@ -96,6 +97,7 @@ class Fleet:
             new_room=runtime.new_room,
             records=self.records,
             vacancies=RetryAfter(lambda: self.in_flight),
+            span_below=span_below,
         )
 
     def explain(self, request_id: str) -> list[RequestRecord]:

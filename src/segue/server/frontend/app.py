@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 import msgspec
@@ -86,10 +87,11 @@ from segue.server.frontend.responses_api import (
     chat_of_responses,
 )
 from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults
+from segue.server.frontend.span_attributes import inference_attributes
 from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
 from segue.server.frontend.trace_context import TraceContext, passed_on, traceparent_of
 from segue.server.http.readiness import readiness
-from segue.server.messages.records import Records, RequestRecord, Step
+from segue.server.messages.records import InnerSpan, Records, RequestRecord, Step
 from segue.server.observe.integrity_report import NodeState, busy, process_facts
 from segue.server.observe.logs import about
 from segue.server.observe.metrics import CONTENT_TYPE, Metrics
@@ -440,6 +442,8 @@ class OpenAIServer:
             for sample in plan.samples:
                 sample.request = msgspec.structs.replace(sample.request, traceparent=call.trace.child)
         meter = Meter(self.metrics, time.monotonic, started)
+        if call.trace.span:
+            call.inference = partial(inference_attributes, plan, meter, call.planned_at)
         async with asyncio.timeout(budget_s + self.settings.grace_s):
             if plan.stream:
                 await self._stream(call, plan, meter, budget_s, backend)
@@ -652,7 +656,18 @@ def _record_of(
         error=error.info if error is not None else _GONE if call.gone else None,
         traceparent=call.trace.parent,
         span=call.trace.span,
+        attributes=call.http_attributes() if call.trace.span else {},
+        inner=_inference(call, endpoint, call.planned_at - started),
     )
+
+
+def _inference(call: HttpCall, endpoint: str, at_s: float) -> InnerSpan | None:
+    if call.inference is None:
+        return None
+    operation = "text_completion" if endpoint == "completions" else "chat"
+    attributes = {"gen_ai.operation.name": operation, **call.inference()}
+    name = f"{operation} {attributes['gen_ai.request.model']}"
+    return InnerSpan(span=call.trace.child, name=name, at_s=at_s, attributes=attributes)
 
 
 #: Translations of other APIs, for `_as_chat`.

@@ -43,6 +43,7 @@ class Sample:
         self.request = request
         self.tokens = 0
         self.usage = Usage()
+        self.finish: FinishReason | None = None
         self.timeline: dict[str, float] = {}
         self._detokenizer = Detokenizer(tokenizer, skip_special=text.skip_special)
         self._stops = StopStrings(text.stops, include=text.include_stop)
@@ -68,6 +69,7 @@ class Sample:
             stop_reason=output.stop_token,
         )
         self._decode(output, piece)
+        self.finish = piece.finish
         self.tokens += len(piece.token_ids)
         return piece
 
@@ -114,6 +116,8 @@ class Meter:
         self._metrics = metrics
         self._clock = clock
         self._started = started
+        #: When the first token of any sample came, on the clock; 0 before.
+        self.first_at = 0.0
 
     @property
     def started(self) -> float:
@@ -121,6 +125,7 @@ class Meter:
 
     def first(self, sample: Sample) -> float:
         m, now = self._metrics, self._clock()
+        self.first_at = self.first_at or now
         m.waiting.dec()
         m.running.inc()
         m.ttft.observe(now - self._started)

@@ -18,6 +18,7 @@ from segue.server.frontend.dialects import dialect_of
 from segue.server.frontend.request_memory import SMALL_BYTES, MemoryBudget, RequestMemory
 from segue.server.frontend.trace_context import NO_TRACE
 from segue.server.http.http_exchange import EXCHANGE, Header, HttpExchange
+from segue.server.messages.records import Attribute
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -74,6 +75,8 @@ class HttpCall:
         #: When it was known what to generate, on the clock of `time.monotonic`; 0 before.
         self.planned_at = 0.0
         self.trace = NO_TRACE
+        #: the attributes of the inference's span; None before it is known, and where nobody follows
+        self.inference: Callable[[], dict[str, Attribute]] | None = None
         #: the number of the client's API key; empty unless the server has several
         self.tenant = str(scope.get(TENANT, ""))
         #: the client has shown an API key
@@ -160,6 +163,19 @@ class HttpCall:
         if not self._finished:
             self.gone = True
             main.cancel()
+
+    def http_attributes(self) -> dict[str, Attribute]:
+        """The attributes of its span that HTTP gives, by OpenTelemetry's names. No route of those that
+        generate has parameters: the path is the route."""
+        scope = self._scope
+        found: dict[str, Attribute] = {
+            "http.request.method": scope["method"],
+            "http.route": scope["path"],
+            "url.path": scope["path"],
+            "url.scheme": scope["scheme"],
+            "network.protocol.version": scope["http_version"],
+        }
+        return found if self.gone else {**found, "http.response.status_code": self.status}
 
     def header(self, name: bytes) -> str | None:
         """The value of the client's header `name` (lower case), or None."""

@@ -12,16 +12,13 @@ _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """`parent` is what the client sent, `child` what the workers are told: the same, or a span of our own
-    below it. Both are empty where nobody follows the request."""
+    """`parent` is what the client sent, `child` what the workers are told: the same, or the inference's span,
+    which is below `span`, the HTTP request's. `span` is empty in a process that exports no spans, all three
+    where nobody follows the request."""
 
     parent: str = ""
     child: str = ""
-
-    @property
-    def span(self) -> str:
-        """The span of our own; empty if there is none."""
-        return self.child if self.child != self.parent else ""
+    span: str = ""
 
 
 #: Nobody follows this request.

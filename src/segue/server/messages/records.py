@@ -35,6 +35,20 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
 
 
+#: The value of a span's attribute.
+Attribute = bool | int | float | str | list[str]
+
+
+class InnerSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """A span within a record's own, from `at_s` seconds after its `began` to its end. `span` (a traceparent)
+    is what the workers were told."""
+
+    span: str
+    name: str
+    at_s: float
+    attributes: dict[str, Attribute]
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The life of one request in one process, or of one attempt there.
 
@@ -42,7 +56,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `where` names the process and `role` its kind (`http` for a whole HTTP request). `began` is when it got
     the request, on its own monotonic clock. `seconds` is the time until its end, or so far while it is not
     `ended`. `facts` are counts (tokens, bytes), `traceparent` (W3C) is the span above this one, `span` its
-    own if others are told of it.
+    own if others are told of it. `attributes` and `inner` are for traces alone.
     """
 
     request_id: str
@@ -60,6 +74,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ended: bool = True
     traceparent: str = ""
     span: str = ""
+    attributes: dict[str, Attribute] = {}
+    inner: InnerSpan | None = None
 
     def timed(self) -> Iterator[tuple[Step, float]]:
         """Each step, and when it ended, in seconds since `began`."""

@@ -2,6 +2,10 @@
 
 Settings are OpenTelemetry's own variables. Spans are made when a record is: nothing is held while a request
 runs, and the exporter's bounded queue and thread do the rest.
+
+Names and attributes of an HTTP request and of its inference are those of OpenTelemetry's semantic conventions
+(`http.*`, `gen_ai.*`); the rest begins with `segue.`. Workers do not repeat the tokens of an inference under
+its names, so that a sum over all spans is right.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from segue.kv import ConfigError
-from segue.server.messages.records import RequestRecord
+from segue.server.messages.records import Attribute, RequestRecord
 from segue.server.observe.logs import about
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import SpanContext
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import SpanContext, SpanKind
 
 log = logging.getLogger("segue.traces")
 
@@ -47,13 +52,14 @@ def traces(environ: Mapping[str, str], service: str) -> Traces | None:
 
 
 class Traces:
-    """The spans of one process. `on_record` and `context` may be called on any thread; neither waits."""
+    """The spans of one process, for `processor` (None: the exporter of the environment). `on_record`,
+    `context` and `below` may be called on any thread; none waits."""
 
-    def __init__(self, environ: Mapping[str, str], service: str) -> None:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    def __init__(
+        self, environ: Mapping[str, str], service: str, processor: SpanProcessor | None = None
+    ) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
@@ -61,12 +67,12 @@ class Traces:
         self._resource = Resource.create({} if named else {"service.name": service})
         self._provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         self._ids = self._provider.id_generator
-        self._processor = BatchSpanProcessor(OTLPSpanExporter())
+        self._processor = _exporting() if processor is None else processor
 
     def close(self) -> None:
         """Export what is left, and stop."""
         self._processor.force_flush(_FLUSH_MS)
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        self._processor.shutdown()
 
     def context(self, parent: str) -> str:
         """The `traceparent` of a new span under `parent`, or of a new trace; the sampler of the environment
@@ -81,6 +87,10 @@ class Traces:
         flags = int(decision is Decision.RECORD_AND_SAMPLE)
         return f"00-{trace_id:032x}-{self._ids.generate_span_id():016x}-{flags:02x}"
 
+    def below(self, parent: str) -> str:
+        """The `traceparent` of a new span under `parent`, followed if that is."""
+        return f"{parent[:36]}{self._ids.generate_span_id():016x}{parent[52:]}"
+
     def on_record(self, record: RequestRecord) -> None:
         """Export a record's span and those of its steps, if its trace is followed."""
         try:
@@ -92,31 +102,43 @@ class Traces:
         known = record.span or record.traceparent
         if not known:
             return
-        mine = _context(record.span) if record.span else self._below(_context(known))
+        mine = _context(record.span) if record.span else self._new(_context(known))
         if not mine.trace_flags.sampled:
             return
+        from opentelemetry.trace import SpanKind
+
         # Records are on the monotonic clock, spans on that of the wall.
         offset_ns = time.time_ns() - time.monotonic_ns()
         start_ns = int(record.began * _NS) + offset_ns
         end_ns = start_ns + int(record.seconds * _NS)
+        inner = record.inner
         for step, end_s in record.timed():
-            times = start_ns + int(step.at_s * _NS), start_ns + int(end_s * _NS)
-            said = {"segue.text": step.text} if step.text else {}
-            self._export(step.name.split()[0], self._below(mine), mine, times, said)
-        about: dict[str, str | int] = {f"segue.{name}": count for name, count in record.facts.items()}
-        about |= {"segue.request_id": record.request_id, "segue.where": record.where}
-        if record.room:
-            about |= {"segue.room": str(record.room), "segue.attempt": record.attempt}
+            if inner is None or step.at_s < inner.at_s:
+                times = start_ns + int(step.at_s * _NS), start_ns + int(end_s * _NS)
+                said: dict[str, Attribute] = {"segue.text": step.text} if step.text else {}
+                self._export(step.name.split()[0], self._new(mine), mine, times, said)
+        failure = None if record.error is None else record.error.text
+        failed: dict[str, Attribute] = {}
         if record.error is not None:
-            about |= {"error.type": record.error.code.value, "segue.error": record.error.text}
+            failed["error.type"] = record.error.code.value
+        if inner is not None:
+            times = start_ns + int(inner.at_s * _NS), end_ns
+            found = {**inner.attributes, **failed}
+            self._export(inner.name, _context(inner.span), mine, times, found, SpanKind.CLIENT, failure)
+        own: dict[str, Attribute] = {**record.attributes}
+        own |= {f"segue.{name}": count for name, count in record.facts.items() if name != "status"}
+        own |= {"segue.request_id": record.request_id, "segue.where": record.where}
+        if record.room:
+            own |= {"segue.room": str(record.room), "segue.attempt": record.attempt}
         above = _context(record.traceparent) if record.traceparent else None
-        http, failed = record.role == "http", record.error is not None
-        # Instances have names and numbers, which are in segue.where: names of spans are few.
-        self._export(
-            f"segue.{record.role}", mine, above, (start_ns, end_ns), about, server=http, failed=failed
-        )
+        kind = SpanKind.CLIENT if record.role == "frontend" else SpanKind.SERVER
+        if "http.response.status_code" in own and 400 <= record.facts["status"] < 500:
+            failure = None  # an error of the client is none of the server's span
+        else:
+            own |= failed
+        self._export(_name(record), mine, above, (start_ns, end_ns), own, kind, failure)
 
-    def _below(self, above: SpanContext) -> SpanContext:
+    def _new(self, above: SpanContext) -> SpanContext:
         from opentelemetry.trace import SpanContext
 
         return SpanContext(above.trace_id, self._ids.generate_span_id(), False, above.trace_flags)
@@ -127,11 +149,11 @@ class Traces:
         context: SpanContext,
         above: SpanContext | None,
         times_ns: tuple[int, int],
-        about: Mapping[str, str | int],
-        *,
-        server: bool = False,
-        failed: bool = False,
+        attributes: Mapping[str, Attribute],
+        kind: SpanKind | None = None,
+        failure: str | None = None,
     ) -> None:
+        """Without a `kind` it is an internal span; with a `failure` its status is an error."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -140,13 +162,27 @@ class Traces:
             context,
             above,
             self._resource,
-            dict(about),
-            kind=SpanKind.SERVER if server else SpanKind.INTERNAL,
-            status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
+            dict(attributes),
+            kind=SpanKind.INTERNAL if kind is None else kind,
+            status=Status(StatusCode.UNSET if failure is None else StatusCode.ERROR, failure),
             start_time=times_ns[0],
             end_time=times_ns[1],
         )
         self._processor.on_end(span)
+
+
+def _exporting() -> SpanProcessor:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    return BatchSpanProcessor(OTLPSpanExporter())
+
+
+def _name(record: RequestRecord) -> str:
+    """Instances have names and numbers, which are in segue.where: names of spans are few."""
+    if record.role == "http" and record.attributes:
+        return f"{record.attributes['http.request.method']} {record.attributes['http.route']}"
+    return f"segue.{record.role}"
 
 
 def _context(traceparent: str) -> SpanContext:

@@ -1,0 +1,42 @@
+"""The `gen_ai.*` attributes of an answer's span, by OpenTelemetry's semantic conventions."""
+
+from __future__ import annotations
+
+from segue.server.frontend.generate import Meter
+from segue.server.frontend.plan import Plan
+from segue.server.messages.records import Attribute
+
+
+def inference_attributes(plan: Plan, meter: Meter, planned_at: float) -> dict[str, Attribute]:
+    """What was asked and what was answered, so far. `planned_at` is when it was known what to generate, on
+    the meter's clock. Values that mean "off" are left out."""
+    answer, samples = plan.answer, plan.samples
+    asked, usage = samples[0].request.sampling, answer.usage()
+    found: dict[str, Attribute] = {
+        "gen_ai.provider.name": "segue",
+        "gen_ai.request.model": answer.shape.model,
+        "gen_ai.response.model": answer.shape.model,
+        "gen_ai.request.max_tokens": asked.max_tokens,
+        "gen_ai.request.temperature": asked.temperature,
+        "gen_ai.request.top_p": asked.top_p,
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+    }
+    if plan.stream:
+        found["gen_ai.request.stream"] = True
+        if meter.first_at:
+            found["gen_ai.response.time_to_first_chunk"] = meter.first_at - planned_at
+    if len(samples) > 1:
+        found["gen_ai.request.choice.count"] = len(samples)
+    if asked.top_k:
+        found["gen_ai.request.top_k"] = float(asked.top_k)
+    if asked.frequency_penalty:
+        found["gen_ai.request.frequency_penalty"] = asked.frequency_penalty
+    if asked.presence_penalty:
+        found["gen_ai.request.presence_penalty"] = asked.presence_penalty
+    if reasoning := usage.get("completion_tokens_details"):
+        found["gen_ai.usage.reasoning.output_tokens"] = reasoning["reasoning_tokens"]
+    if finished := [sample.finish.value for sample in samples if sample.finish is not None]:
+        found["gen_ai.response.finish_reasons"] = finished
+    return found
