@@ -94,7 +94,7 @@ test: transports ## format, lint, strict types, tests; stops at the first that f
 	@$(PYTEST) $(ARGS)
 
 test-slow: transports routers cluster $(DOCS)/bin/sphinx-build ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
-	@tools/system_libraries.sh --browser
+	@tools/system_libraries.sh --slow
 	@$(PYTEST) -m 'slow and not soak' $(ARGS)
 
 # An environment of its own with the lowest version of each dependency that pyproject.toml allows.

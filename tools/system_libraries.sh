@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What tests need of the system and pip cannot install: the shared libraries that the mooncake package loads, and
-# etcd; with --browser, Chromium too. `make test` and `make test-slow` run this. Without them nothing else is
-# missing: the tests of mooncake, of etcd and of the dashboard in a browser are skipped.
+# etcd; with --slow, Chromium and Prometheus too. `make test` and `make test-slow` run this. Without them nothing
+# else is missing: the tests of mooncake, of etcd, of the dashboard in a browser and of deploy/prometheus are skipped.
 set -euo pipefail
 
 ldconfig=$(command -v ldconfig || echo /sbin/ldconfig)
@@ -11,13 +11,16 @@ for pair in libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcu
     grep -qF "${pair%=*}" <<<"$present" || packages+=("${pair#*=}")
 done
 command -v etcd >/dev/null || packages+=(etcd-server)
-[[ ${1-} != --browser ]] || command -v chromedriver >/dev/null || packages+=(chromium chromium-driver)
+if [[ ${1-} == --slow ]]; then
+    command -v chromedriver >/dev/null || packages+=(chromium chromium-driver)
+    command -v promtool >/dev/null || packages+=(prometheus)
+fi
 ((${#packages[@]})) || exit 0
 
 run=()
 ((EUID == 0)) || run=(sudo -n)
 if ! command -v apt-get >/dev/null || ! "${run[@]}" true 2>/dev/null; then
-    echo "Tests of the mooncake transport, of etcd or of the dashboard are skipped: install ${packages[*]} (apt-get install; elsewhere the same)." >&2
+    echo "Tests of the mooncake transport, of etcd, of the dashboard or of deploy/prometheus are skipped: install ${packages[*]} (apt-get install; elsewhere the same)." >&2
     exit 0
 fi
 "${run[@]}" apt-get update -qq
