@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ONCE = ("--rounds", "1")
+NOWHERE = ("--json", "/dev/null")
 #: the sizes of each; MODEL stands for the folder of a model
 SMALLEST = {
     "abort": ("--aborts", "8", "--http", "1"),
@@ -25,6 +26,19 @@ SMALLEST = {
     "frontend": (*ONCE, "--streams", "2", "--tokens", "5", "--requests", "4"),
     "handoff": ("--requests", "2", "--warmup", "0", "--tokens", "32", "--model", "MODEL"),
     "layout": ONCE,
+    "observe_cost": (
+        "--pairs",
+        "1",
+        "--streams",
+        "2",
+        "--tokens",
+        "5",
+        "--times",
+        "1",
+        "--model",
+        "MODEL",
+        *NOWHERE,
+    ),
     "open_rooms": (*ONCE, "--rooms", "1", "--hand-offs", "2"),
     "plan": ONCE,
     "ranges": ONCE,
