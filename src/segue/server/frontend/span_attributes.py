@@ -8,8 +8,8 @@ from segue.server.messages.records import Attribute
 
 
 def inference_attributes(plan: Plan, meter: Meter, planned_at: float) -> dict[str, Attribute]:
-    """What was asked and what was answered, so far. `planned_at` is when it was known what to generate, on
-    the meter's clock. Values that mean "off" are left out."""
+    """The request's settings and the answer's counts so far. `planned_at` is when it was known what to
+    generate, on the meter's clock. Values that mean "off" are left out."""
     answer, samples = plan.answer, plan.samples
     asked, usage = samples[0].request.sampling, answer.usage()
     found: dict[str, Attribute] = {
