@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.timeout(240)]
 SMALL = ("--dtype", "float32", "--kv-gib", "0.05", "--threads-per-worker", "1")
 SERVE = (*SMALL, "--served-model-name", "tiny", "--port", "0")
 MAX_QUEUE = 4
+#: The token that is `<tool_call>` here.
+MARK = 259
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} answer with <tool_call>\n{% endif %}"
     "{% for m in messages %}<|258|>{{ m.role }}: {{ m.content or '' }}"
@@ -101,6 +103,8 @@ def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(tiny, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    words = folder / "tokenizer.json"
+    words.write_text(words.read_text().replace(f"<|{MARK}|>", "<tool_call>"))
     with Served("--model", str(folder), *SERVE, "--max-queue", str(MAX_QUEUE)) as made:
         yield made
 
@@ -228,6 +232,23 @@ def test_a_round_of_tool_calls(client: openai.OpenAI, choice: Any) -> None:
     ).choices
     assert told.message.content
     assert not told.message.tool_calls
+
+
+def test_a_strict_tools_arguments_fit_where_the_model_decides_to_call(client: openai.OpenAI) -> None:
+    """A bias opens the calls of random weights. What they write then is a call with `strict` only."""
+    for strict in (True, False):
+        function: Any = {"name": "weather", "parameters": SCHEMA, "strict": strict}
+        [choice] = client.chat.completions.create(
+            model="tiny",
+            messages=[user("weather?")],
+            tools=[{"type": "function", "function": function}],
+            max_tokens=200,
+            logit_bias={str(MARK): 100},
+        ).choices
+        calls = [call for call in choice.message.tool_calls or [] if call.type == "function"]
+        cities = {json.loads(call.function.arguments)["city"] for call in calls}
+        assert bool(cities) is strict
+        assert cities <= {"Paris", "Rome"}
 
 
 @pytest.mark.slow

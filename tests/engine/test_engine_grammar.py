@@ -1,11 +1,13 @@
 """Grammars over a tokenizer of single bytes: no model is needed to see what is admitted."""
 
+import copy
 import json
 import queue
 import selectors
 import threading
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from segue.engine.grammar import MAX_PREPARING, GrammarCompiler
 from segue.engine.grammar_check import GrammarChecker
-from segue.engine.request import Grammar, SamplingParams
+from segue.engine.request import CallGrammar, FormedCall, Grammar, SamplingParams
 from segue.engine.sampler import Sampler
 from segue.kv.errors import InvalidRequest, OutOfCapacity
 
@@ -118,6 +120,42 @@ def test_what_does_not_fit_is_not_admitted(compiler, tokenizer, grammar, text, s
     state, at = follow(compiler, tokenizer, grammar, text)
     assert at == stops_at
     assert not state.finished
+
+
+def calls(mark):
+    """Free text, and after `mark` a call of `f`, whose arguments have a schema, or of `g`."""
+    made = [
+        FormedCall(['{"name": "f", "arguments": '], json.loads(SCHEMA), ["}"]),
+        FormedCall(['{"name": "g", "arguments": '], {"type": "object"}, ["}"]),
+    ]
+    return Grammar("tool_calls", msgspec.json.encode(CallGrammar([mark], made, [", "], ["</c>"])).decode())
+
+
+F, G = (f'{{"name": "{name}", "arguments": {{"city": ' for name in "fg")
+
+
+@pytest.mark.parametrize("mark", ["<call>", "[CALL]"])  # the second one is a special token
+@pytest.mark.parametrize(
+    ("text", "stops_at", "ends"),
+    [
+        ("a < b <cal\n é", None, True),
+        (f'x MARK{F}"Rome", "n": 1}}}}, {G}7}}}}</c> MARK{F}"Paris", "n": 2}}}}</c>y', None, True),
+        (f'MARK{G}"Oslo"', None, False),
+        (f'MARK{F}"Oslo"', len(F) + 2, False),
+        ("MARKhello", 1, False),
+        (f'MARK{F}"Rome"}}', len(F) + 7, False),
+    ],
+)
+def test_calls_are_bound_from_their_mark_on_and_the_text_around_them_is_free(
+    tokenizer, mark, text, stops_at, ends
+):
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": ["[CALL]"]})
+    text = text.replace("MARK", mark)
+    state, at = follow(GrammarCompiler(own, len(own), [0]), own, calls(mark), text)
+    assert at == (len(text) if stops_at is None else len(own.encode(mark)) - 1 + stops_at)
+    if stops_at is None:
+        assert (state.accepting, bool(state.admitted()[0])) == (ends, ends)
 
 
 def test_a_text_that_may_end_or_go_on_admits_both(compiler, tokenizer):

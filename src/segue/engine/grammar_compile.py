@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import llguidance
+import json
 
-from segue.engine.request import Grammar
+import llguidance
+import msgspec
+
+from segue.engine.request import CallGrammar, Grammar
 from segue.kv import InvalidRequest
 
 #: Items in a row, and items per mask. A schema has four items for each optional property that may follow: 500
@@ -18,7 +21,7 @@ _ITEMS_OTHER = 400, 5_000
 def _limits(kind: str) -> llguidance.LLParserLimits:
     """Work per grammar, per mask and per token, in llguidance's counts. Schemas with 128 tools, 1,800 enum
     values or 500 optional properties pass; the library's own limits let a mask take 520 ms."""
-    row, mask = _ITEMS_JSON if kind.startswith("json") else _ITEMS_OTHER
+    row, mask = _ITEMS_JSON if kind.startswith("json") or kind == "tool_calls" else _ITEMS_OTHER
     return llguidance.LLParserLimits(
         max_grammar_size=250_000,
         max_items_in_row=row,
@@ -54,6 +57,9 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llgu
                 source = build.grammar_from_regex(grammar.text)
             case "lark":
                 source = build.grammar_from_lark(grammar.text)
+            case "tool_calls":
+                calls = msgspec.json.decode(grammar.text, type=CallGrammar)
+                source = build.grammar_from_lark(_lark(tokenizer, calls))
     except ValueError as exc:  # text that is not JSON, or not UTF-8
         raise InvalidRequest(f"The output format ({grammar.kind}) is not valid: {one_line(exc)}") from exc
     matcher = build(tokenizer, source, log_level=0, limits=_limits(grammar.kind))
@@ -68,6 +74,39 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llgu
             reason = "no text satisfies it"
         raise InvalidRequest(f"The output format ({grammar.kind}) admits no first token: {reason}")
     return matcher
+
+
+def _lark(tokenizer: llguidance.LLTokenizer, grammar: CallGrammar) -> str:
+    """The Lark source of free text with calls. A special token is no text, and is named by its number."""
+
+    def said(pieces: list[str]) -> str:
+        return " ".join(name for piece in pieces if (name := _special(tokenizer, piece) or _text(piece)))
+
+    mark, *rest = grammar.open
+    special = _special(tokenizer, mark)
+    opened = f"opened: TEXT {special}" if special else f"opened[lazy]: TEXT {_text(mark)}"
+    more = "" if grammar.between is None else f"({said(grammar.between)} call)*"
+    lines = [
+        "start: block* TEXT",
+        f"block: opened {said(rest)} call {more} {said(grammar.close)}",
+        opened,
+        r"TEXT: /(.|\n)*/",
+        f"call: {' | '.join(f'call_{at}' for at in range(len(grammar.calls)))}",
+    ]
+    for at, call in enumerate(grammar.calls):
+        schema = json.dumps(call.schema | {"x-guidance": _JSON_OPTIONS})
+        lines.append(f"call_{at}: {said(call.before)} %json {schema} {said(call.after)}")
+    return "\n".join(lines)
+
+
+def _special(tokenizer: llguidance.LLTokenizer, text: str) -> str:
+    """The Lark name of the special token that `text` is; empty if it is none."""
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else ""
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def one_line(text: object) -> str:

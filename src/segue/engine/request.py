@@ -6,7 +6,7 @@ Pure msgspec structs; they travel on the control channel as they are.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,10 +17,31 @@ Wait = Callable[[], Awaitable[None]]
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """A constraint on the output text: a JSON schema, any JSON object, a regex or a choice."""
+    """A constraint on the output text: a JSON schema, any JSON object, a regex or a choice; or free text in
+    which calls have a form (`text` is the JSON of a `CallGrammar`)."""
 
-    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    kind: Literal["json_schema", "json_object", "regex", "lark", "tool_calls"]
     text: str = ""
+
+
+class FormedCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One call that a model may make: JSON that follows `schema`, between texts. A text that is a special
+    token of the model stands alone in its list."""
+
+    before: list[str]
+    schema: dict[str, Any]
+    after: list[str] = []
+
+
+class CallGrammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Free text with blocks of calls. `open[0]` begins a block, wherever it stands in the text: from there on
+    the output is one of `calls`, then `close`. With `between` a block may have several, with that between
+    them."""
+
+    open: list[str]
+    calls: list[FormedCall]
+    between: list[str] | None = None
+    close: list[str] = []
 
 
 class Reasoning(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -439,10 +439,9 @@ def test_unknown_names_are_listed_in_a_header(running: Running) -> None:
         listed = running.post(path, right | inner).headers["x-segue-unknown-fields"]
         assert name in listed.split(", ")
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
-    for choice, listed in (("auto", True), ("required", False), ("none", False)):
+    for choice in ("auto", "required", "none"):
         asked = {"messages": ASK, "tools": strict, "tool_choice": choice}
-        headers = running.post("/v1/chat/completions", asked).headers
-        assert (headers.get("x-segue-unknown-fields") == "tools.strict") is listed
+        assert "x-segue-unknown-fields" not in running.post("/v1/chat/completions", asked).headers
     many = body | {f"n{i}": i for i in range(100)}
     assert len(running.post("/v1/chat/completions", many).headers["x-segue-unknown-fields"]) < 400
     assert "x-segue-unknown-fields" not in running.post("/v1/chat/completions", {"messages": ASK}).headers

@@ -417,7 +417,13 @@ def test_a_constrained_answer_does_not_reason_where_the_reasoning_is_to_stay_in_
             assert (
                 running.post("/v1/chat/completions", {"messages": ASK} | ASK_JSON | more).status_code == 200
             )
-    assert [request.sampling.reasoning for request in backend.requests] == [None, None]
+        # The form of the calls that the model makes itself leaves it its text.
+        function = {**TOOLS[0]["function"], "strict": True}
+        calls = {"tools": [{"type": "function", "function": function}], "separate_reasoning": False}
+        assert running.post("/v1/chat/completions", {"messages": ASK} | calls).status_code == 200
+    marks = Reasoning(*(own.token_id(mark) or 0 for mark in ("<think>", "</think>")))
+    assert [request.sampling.reasoning for request in backend.requests] == [None, None, marks]
+    assert backend.requests[-1].sampling.grammar is not None
 
 
 def test_marks_of_several_tokens_leave_all_of_an_answer_to_its_grammar(thinker: ModelTokenizer) -> None:

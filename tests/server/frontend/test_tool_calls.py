@@ -3,11 +3,13 @@
 import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from llguidance import LLMatcher
 
 from conftest import CHATML, FakeBackend, Running, make_tokenizer, serve
+from segue.engine.request import CallGrammar
 from segue.server.frontend.tokenizer import ModelTokenizer
 
 TOOLS: list[Any] = [
@@ -64,6 +66,77 @@ def test_tool_choice_is_a_grammar(door: Running, backend: FakeBackend) -> None:
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert call.function.arguments == '{"city": "Paris"}'
+
+
+#: the end of a chat template, the mark of a call, the texts around the arguments of `weather`
+FORMS: list[Any] = [
+    ("<tool_call>", ["<tool_call>"], '\n{"name": "weather", "arguments": ', "}\n</tool_call>"),
+    ("[TOOL_CALLS][ARGS]", ["[TOOL_CALLS]"], "weather[ARGS]", ""),
+    ("[TOOL_CALLS] [{", ["[TOOL_CALLS]", " ["], '{"name": "weather", "arguments": ', "}]"),
+    (
+        "<｜tool▁calls▁begin｜> ```json",
+        ["<｜tool▁calls▁begin｜>"],
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n",
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    (
+        "<｜tool▁calls▁begin｜>",
+        ["<｜tool▁calls▁begin｜>"],
+        "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+]
+STRICT: list[Any] = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+LONG = {"type": "function", "function": {"name": "x" * 70_000, "strict": True}}
+OTHER: Any = {"type": "function", "function": {"name": "other", "parameters": {"required": ["x"]}}}
+
+
+@pytest.mark.parametrize(("template", "mark", "before", "after"), FORMS)
+def test_the_calls_of_a_strict_tool_have_a_grammar_in_the_form_of_the_chat_template(
+    template: str, mark: list[str], before: str, after: str
+) -> None:
+    """And an answer in that form is read as a call."""
+    own = ModelTokenizer(make_tokenizer(CHATML.replace("<tool_call>", "CALLS") + f"{{# {template} #}}"))
+    backend = FakeBackend(own, text="".join(["I ask. ", *mark, before, '{"city": "Paris"}', after]))
+    with serve(backend, own) as running:
+        body = {"messages": ASK, "tools": [*STRICT, OTHER]}
+        answer = running.post("/v1/chat/completions", body)
+        assert "x-segue-unknown-fields" not in answer.headers
+        [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+    grammar = backend.requests[0].sampling.grammar
+    assert grammar is not None
+    made = msgspec.json.decode(grammar.text, type=CallGrammar)
+    strict, other = made.calls
+    assert made.open == mark
+    assert ("".join(strict.before), "".join([*strict.after, *made.close])) == (before, after)
+    assert strict.schema == TOOLS[0]["function"]["parameters"]
+    assert other.schema == {"type": "object"}, "it is not strict"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields"),
+    [
+        ("<|python_tag|>", {}),
+        ("<tool_call><function=", {}),
+        ("<|tool_call_start|>", {}),
+        ("<tool_call>", {"tools": [LONG]}),
+    ],
+)
+def test_strict_is_listed_as_ignored_where_no_grammar_can_hold_it(
+    template: str, fields: dict[str, Any]
+) -> None:
+    short = CHATML.replace("<tool_call>", "CALLS").replace("{{ tools | tojson }}", "")
+    own = ModelTokenizer(make_tokenizer(short + f"{{# {template} #}}"))
+    backend = FakeBackend(own)
+    with serve(backend, own) as running:
+        answer = running.post("/v1/chat/completions", {"messages": ASK, "tools": STRICT} | fields)
+        assert answer.headers["x-segue-unknown-fields"] == "tools.strict"
+        assert backend.requests[0].sampling.grammar is None
+        # A constrained answer is no call, so that nothing is ignored.
+        form = {"response_format": {"type": "json_object"}}
+        answer = running.post("/v1/chat/completions", {"messages": ASK, "tools": STRICT} | fields | form)
+        assert "x-segue-unknown-fields" not in answer.headers
 
 
 def test_none_shows_no_tools_and_finds_no_calls(door: Running, backend: FakeBackend) -> None:

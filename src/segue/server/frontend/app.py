@@ -37,7 +37,7 @@ from segue.kv import (
 )
 from segue.server.frontend.answers import Answer
 from segue.server.frontend.backend import Backend, Generator
-from segue.server.frontend.chat import chat_prompt, unforced_strict
+from segue.server.frontend.chat import chat_prompt
 from segue.server.frontend.detokenize import decode_in_pieces
 from segue.server.frontend.dialects import dialect_of
 from segue.server.frontend.generate import Meter, Piece, generate
@@ -405,11 +405,10 @@ class OpenAIServer:
         """The generations to run for `body`; the caller should drop `body` afterwards. Raises BadParam."""
         counts = self.settings.access.client_order
         trusted = counts == "all" or (counts == "keys" and call.has_key)
-        if isinstance(body, ChatBody) and unforced_strict(body):
-            call.list_unknown(["tools.strict"])
         card, (priority, tenant) = self.card(), waiting_order(body, call.tenant, trusted=trusted)
         salt = cache_salt(body, call.cache_domain)
         made = await self.off_loop(len(raw), lambda: make(body, card, call.id))
+        call.list_unknown(made.ignored)
         check_repeated(made.answer.repeated_bytes)
         for sample in made.samples:
             sample.request = msgspec.structs.replace(

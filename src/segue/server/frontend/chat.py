@@ -16,6 +16,7 @@ from segue.server.frontend.problems import BadParam
 from segue.server.frontend.reasoning import ReasoningParser, WithoutThoughts, begun_by, thought_marks
 from segue.server.frontend.reply_parts import ReplyParser
 from segue.server.frontend.response_template import ResponseForm
+from segue.server.frontend.strict_calls import call_grammar
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.frontend.tools import FirstCall, ForcedParser, WithoutSpace, parser_for
 
@@ -49,7 +50,8 @@ _RESERVED = {
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that the model is shown, and whether the answer must call one: `name`, or any (`forced`)."""
+    """The tools that the model is shown, and whether the answer must call one: `name`, or any (`forced`).
+    `grammar` forces that call, or gives those that the model makes itself their form."""
 
     tools: list[dict[str, Any]] | None = None
     grammar: Grammar | None = None
@@ -57,6 +59,8 @@ class ToolUse:
     name: str = ""
     #: At most one call (`parallel_tool_calls: false`).
     single: bool = False
+    #: A tool is `strict`, and nothing makes its calls follow its schema.
+    loose: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +131,10 @@ class ReplyForm:
 def reply_form(body: ChatBody, use: ToolUse, prompt: ChatPrompt, tokenizer: ModelTokenizer) -> ReplyForm:
     """The form of the answers to `body`."""
     template = tokenizer.chat_template(tools=use.tools is not None)
-    plain = _constrained(body) or (body.response_format is not None and body.response_format.type != "text")
+    plain = _constrained(body)
     thoughts = body.separate_reasoning is not False
-    may_reason = thoughts and (plain or use.forced)
+    # Reasoning that stays in the text would leave a constrained answer no JSON.
+    may_reason = thoughts if plain or use.forced else use.grammar is not None
     return ReplyForm(
         prompt,
         use,
@@ -156,6 +161,8 @@ def _before_grammar(template: str | None, prompt: ChatPrompt, tokenizer: ModelTo
 
 
 def _constrained(body: ChatBody) -> bool:
+    if body.response_format is not None and body.response_format.type != "text":
+        return True
     fields = (
         body.structured_outputs,
         body.guided_json,
@@ -269,8 +276,8 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number" if isinstance(value, float) else "null")
 
 
-def tool_use(body: ChatBody) -> ToolUse:
-    """The meaning of `tools` and `tool_choice`. Raises BadParam."""
+def tool_use(body: ChatBody, template: str | None) -> ToolUse:
+    """The meaning of `tools` and `tool_choice` for a model with this chat template. Raises BadParam."""
     tools, choice = body.tools or [], body.tool_choice
     if len(tools) > MAX_TOOLS:
         raise BadParam(f"tools: at most {MAX_TOOLS}, not {len(tools)}", "tools")
@@ -284,16 +291,13 @@ def tool_use(body: ChatBody) -> ToolUse:
     shown = [_shown(t) for t in tools]
     single = body.parallel_tool_calls is False
     if choice in (None, "auto"):
-        return ToolUse(shown, single=single)
+        # A constrained answer is no call.
+        strict = any(tool.function.strict for tool in tools) and not _constrained(body)
+        grammar = call_grammar(tools, template) if strict else None
+        return ToolUse(shown, grammar, single=single, loose=strict and grammar is None)
     if choice == "required":
         return ToolUse(shown, _any_call(tools, 1 if single else MAX_CALLS), forced=True, single=single)
     return _named(choice, tools, shown)
-
-
-def unforced_strict(body: ChatBody) -> bool:
-    """Whether a tool is to be `strict` where the model decides whether it calls: nothing forces its arguments
-    then."""
-    return body.tool_choice in (None, "auto") and any(tool.function.strict for tool in body.tools or ())
 
 
 def _named(choice: object, tools: list[Tool], shown: list[dict[str, Any]]) -> ToolUse:

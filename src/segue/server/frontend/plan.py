@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +40,13 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(slots=True)
 class Plan:
-    """The generations to run and the form of the answer."""
+    """The generations to run and the form of the answer. `ignored`: fields of the body that change nothing
+    here, though the client may count on them."""
 
     answer: Answer
     stream: bool
     include_usage: bool
+    ignored: Sequence[str] = ()
 
     @property
     def samples(self) -> list[Sample]:
@@ -80,8 +82,8 @@ class Planner:
     def chat(self, body: ChatBody, card: ModelCard, call_id: str) -> Plan:
         """Raises BadParam for what is wrong in `body`."""
         logprobs = _chat_logprobs(body)
-        use = tool_use(body)
-        template = self.tokenizer.chat_template(tools=use.tools is not None)
+        template = self.tokenizer.chat_template(tools=bool(body.tools) and body.tool_choice != "none")
+        use = tool_use(body, template)
         grammar = grammar_of(body)
         if use.grammar is not None and grammar is not None:
             raise BadParam(
@@ -119,8 +121,9 @@ class Planner:
         ranks = rank_hints(body)
         choices = [self._chat_choice(call_id, prompt.ids, params, text, form, ranks, i) for i in range(n)]
         shape = _shape(body, card, f"chatcmpl-{call_id}", int(self.today()), logprobs is not None)
-        answer = ChatAnswer(shape, choices, self.tokenizer)
-        return _planned(answer, body, shape)
+        plan = _planned(ChatAnswer(shape, choices, self.tokenizer), body, shape)
+        plan.ignored = ("tools.strict",) if use.loose else ()
+        return plan
 
     def _chat_choice(
         self,
