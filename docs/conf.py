@@ -55,7 +55,7 @@ NAVIGATION = {
         "Decisions": "docs/decisions",
     },
     "Results": {"Results": "docs/results"},
-    "Project": {"Contributing": "CONTRIBUTING", "Changes": "CHANGELOG"},
+    "Project": {"Contributing": "CONTRIBUTING", "Changes": "CHANGELOG", "Security reports": "SECURITY"},
 }
 
 project = "segue"
