@@ -103,7 +103,7 @@ test: transports ## format, lint, strict types, tests; stops at the first that f
 	@$(BIN)/mypy
 	@$(PYTEST) $(ARGS)
 
-test-slow: transports routers clients cluster $(DOCS)/bin/sphinx-build ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
+test-slow: transports routers cluster $(DOCS)/bin/sphinx-build ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
 	@tools/system_libraries.sh --slow
 	@$(PYTEST) -m 'slow and not soak' $(ARGS)
 
