@@ -3,7 +3,7 @@
     python bench/bodies.py
 
 Needs the environment of `make test-vllm`. Each server runs alone, one after the other, with a small random
-model. Writes `bench/results/bodies.json` (all bodies and answers) and `bench/results/bodies.md` (the table).
+model. Writes all bodies and answers, and the table, to bench/results.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def main() -> None:
         }
         file.write_text(json.dumps(found, indent=1) + "\n")
     text = table(found)
-    (RESULTS / "bodies.md").write_text(text)
+    file.with_suffix(".md").write_text(text)
     print(text)
 
 

@@ -97,6 +97,9 @@ class Spans:
     def context(self, parent: str) -> str:
         return f"child of {parent}"
 
+    def below(self, parent: str) -> str:
+        return f"below {parent}"
+
     def close(self) -> None:
         self.noted.order.append("spans closed")
 
@@ -193,7 +196,7 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
     if traced:
         given["records"].on_record("a record")
         context = more["trace"]("parent")
-        assert (context.parent, context.child) == ("parent", "child of parent")
+        assert (context.parent, context.child) == ("parent", "below child of parent")
         assert noted.order[-3:] == ["listener closed", "registry closed", "heard"]
     else:
         assert given["records"].on_record is None

@@ -25,6 +25,8 @@ LANGUAGES = {"", "bash", "mermaid", "python", "text", "toml"}
 
 #: Commands by their first words: the file under `tests` that runs them, with other values, and a word of it.
 RUN = {
+    "prometheus --config.file=": ("deploy/test_prometheus.py", "--config.file="),
+    ".venv/clients/bin/python examples/clients.py": ("e2e/test_clients.py", '"clients.py"'),
     "segue serve": ("e2e/served.py", 'command: str = "serve"'),
     "segue prefill": ("e2e/test_parts.py", 'command="prefill"'),
     "segue decode": ("e2e/test_parts.py", 'command="decode"'),
@@ -56,7 +58,11 @@ RUN = {
 }
 #: Those that no test can run here.
 NOT_RUN = {
+    "prometheus --config.file=": ("deploy/test_prometheus.py", "--config.file="),
+    ".venv/clients/bin/python examples/clients.py": ("e2e/test_clients.py", '"clients.py"'),
     "git clone": "no address yet",
+    "python3 -m venv lm": "lm-eval is 1 GiB: docs/clients.md says with which version it was run",
+    "lm/bin/": "lm-eval is 1 GiB: docs/clients.md says with which version it was run",
     "docker build": "no Docker; `tests/deploy` reads the files",
     "helm install": "no cluster; `tests/deploy` renders the chart",
     "kubectl": "no cluster; `tests/deploy` renders the overlays",

@@ -22,7 +22,7 @@ _MAX_BYTES: Final = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _CallForm:
     """The texts around a block of calls, as in `CallGrammar`. The name stands between two texts of a call."""
 
     open: tuple[str, ...]
@@ -50,7 +50,7 @@ def call_grammar(tools: list[Tool], template: str | None) -> Grammar | None:
     return Grammar("tool_calls", text.decode()) if len(text) <= _MAX_BYTES else None
 
 
-def _form(template: str) -> _Form | None:
+def _form(template: str) -> _CallForm | None:
     """The form of the calls in a chat template, in the order of `tools.parser_for`."""
     if "<|tool_list_start|>" in template or "<|tool_call_start|>" in template:
         return None
@@ -66,18 +66,18 @@ def _form(template: str) -> _Form | None:
     return None
 
 
-_HERMES: Final = _Form(
+_HERMES: Final = _CallForm(
     open=("<tool_call>",),
     before_name=('\n{"name": "',),
     after_name=('", "arguments": ',),
     after=("}\n",),
     close=("</tool_call>",),
 )
-_MISTRAL: Final = _Form(open=("[TOOL_CALLS]",), before_name=(), after_name=("[ARGS]",))
+_MISTRAL: Final = _CallForm(open=("[TOOL_CALLS]",), before_name=(), after_name=("[ARGS]",))
 
 
-def _mistral_list(space: str) -> _Form:
-    return _Form(
+def _mistral_list(space: str) -> _CallForm:
+    return _CallForm(
         open=("[TOOL_CALLS]", f"{space}["),
         before_name=('{"name": "',),
         after_name=('", "arguments": ',),
@@ -87,10 +87,10 @@ def _mistral_list(space: str) -> _Form:
     )
 
 
-def _deepseek(*, fenced: bool) -> _Form:
+def _deepseek(*, fenced: bool) -> _CallForm:
     """V3 writes a kind and a fence; V3.1 the name and the arguments alone."""
     begin, sep = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
-    return _Form(
+    return _CallForm(
         open=("<｜tool▁calls▁begin｜>",),
         before_name=(begin, "function", sep) if fenced else (begin,),
         after_name=("\n```json\n",) if fenced else (sep,),
