@@ -148,7 +148,7 @@ def test_every_sort_of_pair_is_among_those_that_real_processes_hand_over() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_two_hundred_pairs_of_layouts_move_every_byte_once_between_real_processes(transport: str) -> None:
     with two_processes(transport) as (prefill, decode):
         for pair in drawn(SEED, PAIRS):

@@ -418,7 +418,7 @@ def test_a_manager_that_never_started_can_be_closed() -> None:
 @pytest.mark.parametrize(
     ("transport", "count"),
     [
-        ("fake", 10_000),
+        ("fake", 4_000),
         ("shm", 3_000),
         ("tcp", 3_000),
     ],
