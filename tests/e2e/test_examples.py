@@ -65,7 +65,7 @@ def test_examples_use_the_face_alone(name: str) -> None:
     ]
     ours = {module for module in found if module and module.startswith("segue")}
     assert ours <= {"segue", "segue.kv"}
-    assert ours
+    assert ours or name == "clients.py", "that one is about clients of other projects"
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

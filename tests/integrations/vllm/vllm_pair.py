@@ -41,25 +41,44 @@ class DeviceTensor(torch.Tensor):
     device = torch.device("cpu:0")
 
 
+class LaunchedWork:
+    """What a device computes, once."""
+
+    def __init__(self, goes_on: threading.Event, work: Callable[[], object]) -> None:
+        self.goes_on, self._work = goes_on, work
+        self._lock = threading.Lock()
+        self.done = False
+
+    def compute(self) -> None:
+        assert self.goes_on.wait(WITHIN_S)
+        with self._lock:
+            if not self.done:
+                self.done = True
+                self._work()
+
+
 class LazyDevice:
-    """Computes what was launched on it when somebody waits for that."""
+    """Computes what was launched on it when somebody waits for that, and what was launched before it: a block
+    may have tokens of two steps."""
 
     def __init__(self) -> None:
-        self._launched: list[tuple[threading.Event, Callable[[], object]]] = []
-        #: what is launched now is not computed before this is set
+        self._launched: list[LaunchedWork] = []
+        self._seen = 0
+        #: what is launched now is not computed before this is set, and does not wait for what another holds
         self.goes_on = threading.Event()
         self.goes_on.set()
 
     def launch(self, work: Callable[[], object]) -> None:
-        self._launched.append((self.goes_on, work))
+        self._launched.append(LaunchedWork(self.goes_on, work))
 
     def computed(self) -> Callable[[], object]:
-        launched, self._launched = self._launched, []
+        new, self._seen = self._launched[self._seen :], len(self._launched)
+        held_by = [work.goes_on for work in new] or [self.goes_on]
+        before = [work for work in self._launched if work.goes_on in held_by and not work.done]
 
         def wait() -> None:
-            for goes_on, work in launched:
-                assert goes_on.wait(WITHIN_S)
-                work()
+            for work in before:
+                work.compute()
 
         return wait
 
