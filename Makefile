@@ -105,7 +105,7 @@ test: transports ## format, lint, strict types, tests; stops at the first that f
 
 test-slow: transports routers cluster $(DOCS)/bin/sphinx-build ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
 	@tools/system_libraries.sh --slow
-	@$(PYTEST) -m 'slow and not soak' $(ARGS)
+	@$(PYTEST) -m 'slow and not soak' -o faulthandler_timeout=1300 $(ARGS)
 
 # An environment of its own with the lowest version of each dependency that pyproject.toml allows.
 $(OLDEST)/.segue-setup: pyproject.toml constraints.txt tools/oldest_versions.py | $(STAMP)
@@ -156,11 +156,11 @@ $(RAY)/.segue-setup: pyproject.toml | $(STAMP)
 	@touch $@
 
 test-ray: $(RAY)/.segue-setup ## segue on Ray Serve, on a cluster of several raylets on this machine
-	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default --timeout=900 -m ray tests/ray_cluster $(ARGS)
+	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default --timeout=900 -o faulthandler_timeout=1000 -m ray tests/ray_cluster $(ARGS)
 	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default tests/integrations/ray
 
 soak: transports ## the long tests that the other two leave out
-	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
+	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 -o faulthandler_timeout=0 $(ARGS)
 
 mutants: setup ## sabotage what takes effect over several nodes; the simulator must notice each
 	@$(BIN)/python tools/mutants.py --seeds 800 $(ARGS)
