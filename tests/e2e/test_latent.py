@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.save(tmp_path_factory.mktemp("latent"), DeepseekV3Config(**sizes))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_a_deepseek_folder_is_served(folder: Path, transport: str) -> None:
     draw = random.Random(3)
     asked = [[draw.randrange(3, 250) for _ in range(n)] for n in (1, 15, 16, 17, 64, 100, 300)]

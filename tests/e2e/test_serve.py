@@ -167,7 +167,7 @@ def test_tokens_equal_generate_with_sixteen_at_once(served: Served, short_refere
     assert_sixteen_at_once(served.url, SHORT, short_reference)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_long_prompts_give_the_tokens_of_generate_too(served: Served, reference: list[list[int]]) -> None:
     assert_sixteen_at_once(served.url, prompts(), reference)
 
@@ -193,7 +193,10 @@ def test_two_and_two(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "chunk", "layers"), [("tcp", "64", "7"), ("shm", "16", "0")])
+@pytest.mark.parametrize(
+    ("transport", "chunk", "layers"),
+    [("tcp", "64", "7"), pytest.param("shm", "16", "0", marks=pytest.mark.soak)],
+)
 def test_two_and_two_of_smollm2(
     transport: str, chunk: str, layers: str, short_reference: list[list[int]]
 ) -> None:

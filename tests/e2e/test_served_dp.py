@@ -219,7 +219,7 @@ def told(name: str, traffic: Traffic, prefill: int = PREFILL) -> None:
     sys.stdout.write(f"| {name} | {traffic.done} | {' | '.join(shares)} | {traffic.seconds:.0f} |\n")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_1000_requests_are_balanced_over_four_prefill_and_two_decode_ranks(
     parts: tuple[OneRegistry, Served, Served],
 ) -> None:
@@ -236,7 +236,7 @@ def test_1000_requests_are_balanced_over_four_prefill_and_two_decode_ranks(
     assert decode.stop(at_rest=False) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_1000_requests_while_the_registry_is_killed_and_started_anew(
     parts: tuple[OneRegistry, Served, Served],
 ) -> None:

@@ -73,7 +73,7 @@ def test_experts_of_two_prefill_and_two_decode_ranks_answer_as_the_reference_doe
 
 @pytest.mark.parametrize(
     ("model", "prefill", "decode", "transport"),
-    [("deepseek", "2", "1", "tcp"), ("mixtral", "1", "3", "shm")],
+    [pytest.param("deepseek", "2", "1", "tcp", marks=pytest.mark.soak), ("mixtral", "1", "3", "shm")],
 )
 def test_only_one_side_may_have_several_ranks(
     model: str, prefill: str, decode: str, transport: str, folders: dict[str, Path]

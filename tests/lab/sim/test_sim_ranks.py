@@ -106,12 +106,12 @@ def test_rooms_are_followed_to_another_rank_under_faults() -> None:
     seeds = (make_scenario(seed) for seed in range(6_100_000, 6_200_000))
     several = (s for s in seeds if any(n.dp_size > 1 and n.role is Role.PREFILL for n in s.nodes))
     moved = under_faults = 0
-    for scenario in itertools.islice(several, 12):
+    for scenario in itertools.islice(several, 6):
         outcome = run_scenario(by_the_room(scenario, REDIRECT_ON_CONFLICT))
         assert not outcome.failed, (scenario.seed, outcome.text)
         moved += outcome.counts.get("sent on to another DP rank", 0)
         under_faults += outcome.under_faults
-    assert min(moved, under_faults) >= 30
+    assert min(moved, under_faults) >= 15
 
 
 @pytest.mark.slow

@@ -23,10 +23,10 @@ from segue.lab.sim.scenario import make_scenario
 from segue.lab.sim.sim_leader import LeaderNode
 from segue.lab.sim.vocabulary import ALL_FEATURES, ROLE_CALLS, SPOILED_METADATA
 
-#: Runs of neighbouring seeds: `make test` takes the first, `make test-slow` the others. The large
-#: ones must show rare events too, so they are large enough that each of these happens in all.
+#: Runs of neighbouring seeds, of `make test` and of `make test-slow`. The large one is large enough that rare
+#: events happen in it too.
 SMALL_PART = range(20)
-LARGE_PARTS = tuple(range(start, start + 82) for start in range(20, 184, 82))
+LARGE_PART = range(20, 102)
 #: Seeds that are run again with each node's tables looked at after every single turn.
 EVERY_TURN_SEEDS = range(40)
 SOAK_HAND_OFFS = 1_000_000
@@ -103,9 +103,8 @@ def test_no_invariant_breaks_under_faults() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seeds", LARGE_PARTS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
-def test_no_invariant_breaks_under_faults_in_more_seeds(seeds: range) -> None:
-    counts = counts_of(seeds)
+def test_no_invariant_breaks_under_faults_in_more_seeds() -> None:
+    counts = counts_of(LARGE_PART)
     assert [name for name in COMMON + RARE if not counts[name]] == []
     every = {(rule, name) for rule, names in RULES.items() for name in names}
     assert {(rule, name) for rule, name in every - RULES_RARE if not counts[rule_name(rule, name)]} == set()
