@@ -41,17 +41,17 @@ ROOM_S = 20.0
 
 class Engines:
     """The engines of this module, by name: `tcp` and `shm` have a prefill and a decode each; `few` and
-    `fewshm` are prefills of 20 blocks over tcp and shm, `strict` a decode with the policy `fail`, behind a
-    proxy that changes bytes; `lora` have LoRA adapters, `multi` a MultiConnector of ours and vLLM's
-    ExampleConnector."""
+    `fewshm` are prefills of 20 blocks over tcp and shm, `short` a pair of 20 blocks each; `strict` is a
+    decode with the policy `fail`, behind a proxy that changes bytes; `lora` have LoRA adapters, `multi` a
+    MultiConnector of ours and vLLM's ExampleConnector."""
 
     def __init__(self, model: Path, log: Path) -> None:
         self.log = log
         self._model = model
         self._ports = {
-            name: HeldPort() for name in ("tcp", "shm", "few", "fewshm", "strict", "lora", "multi")
+            name: HeldPort() for name in ("tcp", "shm", "few", "fewshm", "short", "strict", "lora", "multi")
         }
-        self._query = {name: HeldPort() for name in ("tcp", "shm", "few", "fewshm", "lora", "multi")}
+        self._query = {name: HeldPort() for name in self._ports if name != "strict"}
         self._running: dict[str, Engine] = {}
         self.proxy = FlippingProxy(self._ports["strict"].port)
 
@@ -94,6 +94,12 @@ class Engines:
         more: dict[str, Any] = {}
         if kind.startswith("few"):
             more = {"num_gpu_blocks_override": 20, "max_model_len": 512}
+        if kind == "short":
+            more = {
+                "num_gpu_blocks_override": 20,
+                "max_model_len": 512,
+                "long_prefill_token_threshold": BLOCK,
+            }
         if kind == "lora":
             more = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
         if kind == "multi":
@@ -208,6 +214,22 @@ def test_a_prefill_that_lacks_blocks(engines: Engines, transport: str) -> None:
     wanted = unified(clients.decode, "f-u", asked)
     assert clients.concurrent("f-c", asked, at_once=4) == wanted
     assert clients.sequential("f-s", asked, at_once=2) == wanted
+    clients.prefill.at_rest(ROOM_S + 20)
+    clients.decode.at_rest()
+
+
+def test_requests_that_are_preempted(engines: Engines) -> None:
+    """Two prompts of 9 blocks grow to 11 in a decode of 19 blocks; two of 11 are computed at once, 32 tokens
+    a step, by a prefill of 19. Each side preempts the later one."""
+    clients, (whole,) = engines.pair("short"), engines.named("decode-tcp")
+    grow = prompts(6, seed=15, low=8 * BLOCK + 1, high=9 * BLOCK)
+    long = prompts(6, seed=16, low=10 * BLOCK + 1, high=11 * BLOCK)
+    wanted = [unified(whole, "t-u", grow, 64), unified(whole, "t-v", long)]
+    assert clients.sequential("t-s", grow, at_once=2, count=64) == wanted[0]
+    assert clients.decode.counts()["preempted"] > 0
+    before = clients.prefill.counts()["preempted"]
+    assert clients.concurrent("t-c", long, at_once=2) == wanted[1]
+    assert clients.prefill.counts()["preempted"] > before
     clients.prefill.at_rest(ROOM_S + 20)
     clients.decode.at_rest()
 

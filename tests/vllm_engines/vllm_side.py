@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -45,7 +46,7 @@ def main() -> None:
     stamps = Stamps(core.scheduler.connector)
     say(event="ready", version=vllm.__version__)
     ids: dict[str, str] = {}
-    flips = Flips()
+    flips, preempted = Flips(), count_preempted(core.scheduler)
     while True:
         busy = core.scheduler.has_requests()
         try:
@@ -60,7 +61,7 @@ def main() -> None:
         elif "flip" in line:
             flips.left = line["flip"]
         elif "count" in line:
-            say(event="counts", outcomes=dict(outcomes), **counts(core))
+            say(event="counts", outcomes=dict(outcomes), preempted=preempted(), **counts(core))
         elif line:
             params = SamplingParams(
                 temperature=0,
@@ -156,6 +157,19 @@ def count_outcomes(connector: Any) -> Counter[str]:
 
         connector.get_kv_connector_stats = counted
     return outcomes
+
+
+def count_preempted(scheduler: Any) -> Callable[[], int]:
+    """How often the scheduler has taken blocks of a running request, from now on."""
+    preempt, taken = scheduler._preempt_request, 0
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        return preempt(*arguments, **more)
+
+    scheduler._preempt_request = counted
+    return lambda: taken
 
 
 def counts(core: Any) -> dict[str, Any]:
