@@ -131,7 +131,7 @@ $(VLLM)/.segue-setup: pyproject.toml | $(STAMP)
 	@touch $@
 
 test-vllm: $(VLLM)/.segue-setup ## the KV connector in real vLLM engines on CPUs, in an environment of their own
-	@$(TEST_ENV) $(BIN)/pytest -n 0 -m vllm --timeout=300 $(ARGS)
+	@$(PYTEST) -m vllm --timeout=300 tests/vllm_engines $(ARGS)
 
 # SGLang without what it needs CUDA for; torch and most of the rest are those of $(VENV). Stand-ins for the two
 # packages that do not load here are in tests/sglang_engines/absent.
@@ -144,7 +144,7 @@ $(SGLANG)/.segue-setup: pyproject.toml tests/sglang_engines/requirements.txt | $
 
 test-sglang: $(SGLANG)/.segue-setup routers ## the transfer backend in real SGLang engines on CPUs, behind a router too
 	@$(TEST_ENV) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=tests/sglang_engines/absent \
-		$(SGLANG)/bin/python -m pytest -n 0 -m sglang -W default --timeout=600 tests/sglang_engines $(ARGS)
+		$(SGLANG)/bin/python -m pytest -n $(WORKERS) -m sglang -W default --timeout=600 tests/sglang_engines $(ARGS)
 
 # Ray in an environment of its own; segue and what it needs are those of $(VENV).
 $(RAY)/.segue-setup: pyproject.toml | $(STAMP)

@@ -26,6 +26,8 @@ settings.load_profile("segue")
 
 #: Whole deployments: several processes each, some of them judged by how long a silence lasts.
 DEPLOYMENTS = "tests/e2e/"
+#: Engines of SGLang at the same ports in each of these files.
+SGLANG = tuple(f"tests/sglang_engines/test_sglang_{name}.py" for name in ("engines", "ranks", "router"))
 #: Those that are killed, paused, cut off and overfilled while clients stream.
 CHAOS = "tests/e2e/chaos/"
 
@@ -54,7 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Groups(LoadScopeScheduling):
-    """Deployments run in one worker, one after the other, beside the other files in the other workers.
+    """Deployments run in one worker, one after the other, beside the other files in the other workers. So do
+    SGLang's engines.
 
     (`--dist loadgroup` groups nothing with pytest 9.2.)
     """
@@ -62,6 +65,8 @@ class _Groups(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(DEPLOYMENTS):
             return DEPLOYMENTS
+        if nodeid.startswith(SGLANG):
+            return SGLANG[0]
         return nodeid if nodeid.startswith(SLICES) else nodeid.split("::", 1)[0]
 
     def remove_node(self, node: WorkerController) -> str | None:

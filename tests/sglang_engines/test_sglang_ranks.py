@@ -240,13 +240,10 @@ def test_an_mla_model(sides: Sides) -> None:
     """Two engines answer as one does, and each page on decode has the bytes that prefill stored."""
     options = OPTIONS | {"mla": True, "model": mla_model(sides.folder / "model")}
     asked = prompts()[:6]
-    one = sides.start("null", **options)
-    one.answer()
-    wanted = one.answer(one.ask(asked, tokens=4))["texts"]
-    one.end()
-    prefill, decode = (sides.start(role, **options) for role in ("prefill", "decode"))
-    for side in (prefill, decode):
+    one, prefill, decode = (sides.start(role, **options) for role in ("null", "prefill", "decode"))
+    for side in (one, prefill, decode):
         side.answer()
+    wanted = one.answer(one.ask(asked, tokens=4))["texts"]
     rooms = sides.rooms(6)
     found = answers(prefill, decode, asked, rooms)
     assert all("error" not in answer for answer in found), found
