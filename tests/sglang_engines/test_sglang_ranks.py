@@ -76,20 +76,6 @@ def test_26394_a_rank_that_is_late_holds_the_others_and_one_that_fails_fails_all
     until(lambda: all(not tables["halves"] for tables in sides.sizes().values()))
 
 
-def test_overlap_scheduling_with_prompts_whose_prefix_prefill_has(sides: Sides) -> None:
-    """SGLang computes a batch while it handles the results of the one before."""
-    options = OPTIONS | {"disable_overlap_schedule": False}
-    prefill, decode = (sides.start(role, **options) for role in ("prefill", "decode"))
-    for side in (prefill, decode):
-        side.answer()
-    for asked in (prompts()[:6], prompts()[40:46]):
-        rooms = sides.rooms(6)
-        found = answers(prefill, decode, asked, rooms)
-        assert all("error" not in answer for answer in found), found
-        for room in rooms:
-            assert digests(sides, room, "prefill") == digests(sides, room, "decode")
-
-
 def halves(sides: Sides, role: str) -> list[dict[str, Any]]:
     """The halves of this role that succeeded, in their order."""
     lines = map(json.loads, (sides.folder / "digests").read_text().splitlines())
@@ -127,19 +113,23 @@ def test_two_dp_ranks_of_prefill(sides: Sides) -> None:
     until(lambda: all(not tables["halves"] for tables in sides.sizes().values()))
 
 
-def test_two_dp_ranks_of_prefill_that_follow_the_room(sides: Sides) -> None:
-    """`follow_bootstrap_room`, SGLang's default: the room names the rank, and nobody is asked."""
+def test_ranks_that_follow_the_room_with_overlap_scheduling(sides: Sides) -> None:
+    """`follow_bootstrap_room`, SGLang's default: the room names the rank of prefill, and nobody is asked. SGLang
+    computes a batch while it handles the results of the one before; the second prompts have a prefix that
+    prefill has."""
+    options = OPTIONS | {"disable_overlap_schedule": False}
     prefill, decode = (
-        sides.start(role, **OPTIONS, **({"dp_size": 2} if role == "prefill" else {}))
+        sides.start(role, **options, **({"dp_size": 2} if role == "prefill" else {}))
         for role in ("prefill", "decode")
     )
     for side in (prefill, decode):
         side.answer()
-    rooms = [room & ~1 | number % 2 for number, room in enumerate(sides.rooms(6))]
-    found = answers(prefill, decode, prompts()[:6], rooms)
-    assert all("error" not in answer for answer in found), found
-    for room in rooms:
-        assert digests(sides, room, "prefill") == digests(sides, room, "decode")
+    for asked in (prompts()[:6], prompts()[40:46]):
+        rooms = [room & ~1 | number % 2 for number, room in enumerate(sides.rooms(6))]
+        found = answers(prefill, decode, asked, rooms)
+        assert all("error" not in answer for answer in found), found
+        for room in rooms:
+            assert digests(sides, room, "prefill") == digests(sides, room, "decode")
     of_rank = [
         {half["pid"] for half in halves(sides, "prefill") if half["room"] % 2 == odd} for odd in (0, 1)
     ]
