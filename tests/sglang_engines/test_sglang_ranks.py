@@ -114,9 +114,11 @@ def test_two_dp_ranks_of_prefill(sides: Sides) -> None:
 
 
 def test_ranks_that_follow_the_room_with_overlap_scheduling(sides: Sides) -> None:
-    """`follow_bootstrap_room`, SGLang's default: the room names the rank of prefill, and nobody is asked. SGLang
-    computes a batch while it handles the results of the one before; the second prompts have a prefix that
-    prefill has."""
+    """`follow_bootstrap_room`, SGLang's default: the room names the rank of prefill, and nobody is asked.
+
+    SGLang computes a batch while it handles the results of the one before. The second prompts begin with a
+    prefix that prefill has.
+    """
     options = OPTIONS | {"disable_overlap_schedule": False}
     prefill, decode = (
         sides.start(role, **options, **({"dp_size": 2} if role == "prefill" else {}))
