@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,32 @@ from engines import BLOCK, PYTHON, environment, transfer_config
 START_S = 200
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A program whose log is `log` and which answers at `address` once it is ready."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    address: str
+
+    def ready(self) -> None:
+        """Wait for that."""
+        deadline = time.monotonic() + START_S
+        while not healthy(self.address):
+            assert self.process.poll() is None, f"it has ended, see {self.log}"
+            assert time.monotonic() < deadline, f"it is not ready, see {self.log}"
+            time.sleep(0.5)  # it says so nowhere else
+
+
 @contextlib.contextmanager
-def running(command: list[str], core: int | str, log: Path, ready: str) -> Iterator[int]:
-    """A program until the block ends, once it answers at `ready`; its process group is ended at last. The
-    number of its process."""
+def running(command: list[str], core: int | str, log: Path, ready: str) -> Iterator[Running]:
+    """A program until the block ends; its process group is ended at last. Others can start beside it."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment(core), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        deadline = time.monotonic() + START_S
-        while not healthy(ready):
-            assert process.poll() is None, f"it has ended, see {log}"
-            assert time.monotonic() < deadline, f"it is not ready, see {log}"
-            time.sleep(0.5)  # it says so nowhere else
-        yield process.pid
+        yield Running(process, log, ready)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -46,7 +58,7 @@ def running(command: list[str], core: int | str, log: Path, ready: str) -> Itera
 
 def serve(
     model: Path, role: str, core: int | str, port: int, log: Path, *arguments: str, **extra: Any
-) -> contextlib.AbstractContextManager[int]:
+) -> contextlib.AbstractContextManager[Running]:
     """A `vllm serve` with more `arguments`; `extra` are the connector's settings."""
     command = [
         str(PYTHON.with_name("vllm")),
@@ -104,17 +116,16 @@ def until(address: str, name: str, wanted: float, within_s: float = 15) -> None:
 
 
 class Servers:
-    """A prefill and a decode server, by their addresses and the port of `GET /query`; `pids` are those of
-    their processes."""
+    """A prefill and a decode server, once both are ready, by their addresses and the port of `GET /query`;
+    `pids` are those of their processes."""
 
-    def __init__(self, prefill: str, decode: str, query_port: int, log: Path, pids: tuple[int, int]) -> None:
-        self.prefill, self.decode, self.query_port, self.log, self.pids = (
-            prefill,
-            decode,
-            query_port,
-            log,
-            pids,
-        )
+    def __init__(
+        self, prefill: str, decode: str, query_port: int, log: Path, both: tuple[Running, Running]
+    ) -> None:
+        self.prefill, self.decode, self.query_port, self.log = prefill, decode, query_port, log
+        for server in both:
+            server.ready()
+        self.pids = [server.process.pid for server in both]
         self.handed_over = 0
 
     def check(self, more: int) -> None:

@@ -67,7 +67,8 @@ def test_behind_vllm_router(servers: Servers, wanted: dict[tuple[int, ...], str]
     ]
     asked = [list(prompt) for prompt in wanted]
     router = f"http://127.0.0.1:{port.port}"
-    with running(command, 0, servers.log / f"router-{kind}.log", f"{router}/health"):
+    with running(command, 0, servers.log / f"router-{kind}.log", f"{router}/health") as started:
+        started.ready()
         assert texts(router, asked) == list(wanted.values())
     servers.check(REQUESTS)
 
