@@ -41,6 +41,8 @@ def test_a_call_comes_back_whole(door: Running, backend: FakeBackend) -> None:
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
     prompt = door.door.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
     assert '"name": "weather"' in prompt, "the template was given the tools"
+    tokens = door.post("/tokenize", {"messages": ASK, "tools": TOOLS}).json()["tokens"]
+    assert tokens == backend.requests[0].prompt
 
 
 def test_a_call_is_streamed_as_deltas(door: Running, backend: FakeBackend) -> None:
