@@ -14,9 +14,11 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
+from cryptography.hazmat.primitives import serialization
 from test_tool_calls import ASK
 
 from conftest import DEADLINE_S, FakeBackend, Running, serve
+from segue.cli.commands.client_flags import trusting
 from segue.engine.request import Output, Request
 from segue.kv.errors import ConfigError, OutOfCapacity
 from segue.kv.session import guarded_listener
@@ -171,6 +173,22 @@ async def test_clients_whose_handshake_fails_are_one_line_a_minute(
     ]
 
 
+@in_loop
+async def test_a_command_on_this_host_trusts_the_server_s_own_certificate_and_no_other(
+    tmp_path: Path,
+) -> None:
+    authority = Authority(tmp_path)
+    files, other = authority.issue("chat.example"), authority.issue("chat.example")
+    async with listening(https_cert=str(files.cert), https_key=str(files.key)) as url:
+        for cert, trusted in ((files.cert, True), (other.cert, False), (None, False)):
+            async with httpx.AsyncClient(verify=trusting(cert and str(cert))) as client:
+                with contextlib.nullcontext() if trusted else pytest.raises(httpx.ConnectError):
+                    assert (await client.get(f"{url}/x")).status_code == 200
+    for wrong in (files.key, tmp_path / "gone"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            trusting(str(wrong))
+
+
 def test_files_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None:
     first, second = Authority(tmp_path).issue(), Authority(tmp_path, "b").issue()
     with pytest.raises(ConfigError, match="matching pair"):
@@ -179,6 +197,12 @@ def test_files_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None
         ClientTls(str(first.cert), str(tmp_path / "no"))
     with pytest.raises(ConfigError, match="together"):
         ClientsConfig(https_cert="x")
+    locked = serialization.BestAvailableEncryption(b"a passphrase")
+    key = serialization.load_pem_private_key(first.key.read_bytes(), None)
+    pkcs8 = serialization.PrivateFormat.PKCS8
+    first.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, pkcs8, locked))
+    with pytest.raises(ConfigError, match="without a passphrase"):
+        ClientTls(str(first.cert), str(first.key))
 
 
 # ---- pages of other origins ---------------------------------------------------------------------
