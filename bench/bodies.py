@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--segue", action="store_true", help="ask segue again; vLLM's answers of bodies.json")
     args = parser.parse_args()
     file = RESULTS / "bodies.json"
-    found = json.loads(file.read_text()) if args.table or args.segue else {}
+    found: dict[str, Any] = json.loads(file.read_text()) if args.table or args.segue else {}
     if not args.table:
         with TemporaryDirectory() as made:
             folder = Path(made)

@@ -273,7 +273,8 @@ def test_a_stream_of_a_response_that_fails_ends_with_the_reason(
 ) -> None:
     spoken.error_at, spoken.error = 6, OutOfCapacity("full")
     events = list(running.openai().responses.create(model="tiny", input="hi", stream=True))
-    assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.status == "failed"
     assert events[-1].response.error is not None
     assert "full" in events[-1].response.error.message
     spoken.error_at = 0

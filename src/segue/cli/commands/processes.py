@@ -170,9 +170,18 @@ def list_deployment(
     secret_file: str | None,
 ) -> None:
     """Let `segue ps` and the like of this user find a deployment until `listed` is closed."""
-    shown = {"api_key_file": config.access.api_key_file, "https_cert": config.clients.https_cert}
     try:
-        listed.enter_context(announced(url, model, registry, secret_file, config.tls, **shown))
+        listed.enter_context(
+            announced(
+                url,
+                model,
+                registry,
+                secret_file,
+                config.tls,
+                api_key_file=config.access.api_key_file,
+                https_cert=config.clients.https_cert,
+            )
+        )
     except (OSError, ConfigError) as exc:
         secret = "" if secret_file is None else f" --secret-file {secret_file}"
         log.warning(
