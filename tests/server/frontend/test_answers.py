@@ -321,7 +321,9 @@ def test_sglang_s_form_says_all_so_far_in_each_event(
         assert meta["id"] == (name or "call")
         assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(prompt), sample.tokens)
         assert meta["cached_tokens"] == 1 + index // 2
-        ended = {"type": "stop", "matched": 7} if index % 2 else {"type": "length", "length": sample.tokens}
+        length = {"type": "length", "length": sample.tokens}
+        # As in SGLang, the token that ends every answer is told too.
+        ended = {1: {"type": "stop", "matched": 7}, 3: {"type": "stop", "matched": 8}}.get(index, length)
         assert meta["finish_reason"] == ended
         value = -0.25 * (index + 1)
         assert meta["output_token_logprobs"][0] == [value, 10 + index, None]
