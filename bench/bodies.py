@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -135,6 +134,25 @@ VLLM: Final = {
 }
 
 
+#: Why the answers differ, where the answers themselves do not say it.
+WHY: Final = {
+    "five stops": "vLLM takes four; segue takes 16",
+    "n 2 greedy": "two equal samples, as OpenAI gives them",
+    "echo with logprobs, no output": "vLLM repeats the log-probabilities in a field of its own",
+    "prompt_logprobs": "`echo` with `logprobs` gives them",
+    "best_of 2": "vLLM ignores it",
+    "text stream": "an event may have several tokens",
+    "guided_choice": "vLLM ignores it",
+    "allowed_token_ids": "not built, refused by name",
+    "bad_words": "not built, refused by name",
+    "unknown names": "vLLM does not list them",
+}
+#: Fields that all answers of one server have and none of the other.
+EVERYWHERE: Final = {"system_fingerprint", "usage.prompt_tokens_details.cached_tokens"}
+#: Objects whose keys are tokens.
+BY_TOKEN: Final = re.compile(r"(top_logprobs|prompt_logprobs)\[\]\..*")
+
+
 def form(value: object, name: str = "") -> set[str]:
     """The paths of an answer's values with their types; all elements of a list are one path."""
     if isinstance(value, dict):
@@ -165,6 +183,7 @@ def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]
     if answer.status_code != 200:
         error = value.get("error", value)
         return found | {"error": error, "form": sorted(form(value))}
+    found["choices"] = str(value.get("choices"))[:SHOWN_CHARS]
     found["finish"] = [choice.get("finish_reason") for choice in value.get("choices", [])]
     found["output_tokens"] = (value.get("usage") or {}).get("completion_tokens")
     found["form"] = sorted(form(value))
@@ -217,10 +236,10 @@ def said(answer: dict[str, Any]) -> str:
 def only(one: dict[str, Any], other: dict[str, Any]) -> str:
     """The fields of an answer that the other one does not have; null counts as absent."""
     names = [
-        {path.partition(":")[0] for path in answer["form"] if "NoneType" not in path}
+        {BY_TOKEN.sub(r"\1[]", path).partition(":")[0] for path in answer["form"] if "NoneType" not in path}
         for answer in (one, other)
     ]
-    return ", ".join(f"`{name}`" for name in sorted(names[0] - names[1]))
+    return ", ".join(f"`{name}`" for name in sorted(names[0] - names[1] - EVERYWHERE))
 
 
 def table(found: dict[str, Any]) -> str:
@@ -229,22 +248,26 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"# Request bodies: vLLM {vllm['version']} and segue",
         "",
-        f"`{found['command']}` at {found['commit']}. All bodies and answers: `bodies.json`.",
+        f"`{found['command']}` at {found['commit']}. `bodies.json` has the bodies and the answers' fields.",
+        "The columns of fields list those that are set in one answer alone. All answers of vLLM have",
+        "`system_fingerprint`, all of segue `cached_tokens`. An error's `code` is a number in vLLM, and a",
+        "name in segue.",
     ]
     for title, group in (("Fields of OpenAI", OPENAI), ("Text completions and fields of vLLM", VLLM)):
         lines += [
             "",
             f"## {title}",
             "",
-            "| body | vLLM | segue | only vLLM | only segue |",
-            "|---|---|---|---|---|",
+            "| body | vLLM | segue | only vLLM | only segue | why |",
+            "|---|---|---|---|---|---|",
         ]
         for name in group:
             one, other = vllm["answers"][name], segue["answers"][name]
             good = one["status"] == other["status"] == 200
             differs = "" if one["status"] == other["status"] else "**"
             fields = f"{only(one, other)} | {only(other, one)}" if good else " | "
-            lines.append(f"| {differs}{name}{differs} | {said(one)} | {said(other)} | {fields} |")
+            row = f"{differs}{name}{differs} | {said(one)} | {said(other)} | {fields} | {WHY.get(name, '')}"
+            lines.append(f"| {row} |")
     equal = sum(one["status"] == segue["answers"][name]["status"] for name, one in vllm["answers"].items())
     lines += [
         "",
@@ -256,15 +279,18 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--table", action="store_true", help="write the table again, from bodies.json")
+    parser.add_argument("--segue", action="store_true", help="ask segue again; vLLM's answers of bodies.json")
+    args = parser.parse_args()
     file = RESULTS / "bodies.json"
-    if parser.parse_args().table:
-        found = json.loads(file.read_text())
-    else:
+    found: dict[str, Any] = json.loads(file.read_text()) if args.table or args.segue else {}
+    if not args.table:
         with TemporaryDirectory() as made:
             folder = Path(made)
             model = save_model(folder / "model")
-            about = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "load": os.getloadavg()}
-            found = about | {"vllm": of_vllm(model, folder), "segue": of_segue(model)}
+            found |= {"command": "python bench/bodies.py", "commit": commit(), "load": os.getloadavg()}
+            if not args.segue:
+                found["vllm"] = of_vllm(model, folder)
+            found["segue"] = of_segue(model)
         found["bodies"] = {
             name: {"path": path, "body": body} for name, (path, body) in (OPENAI | VLLM).items()
         }

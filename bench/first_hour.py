@@ -1,10 +1,10 @@
 """A new user's way from nothing but Python to an answer with a key over TLS: `python bench/first_hour.py`.
 
 In a new folder, with an empty home and no cache: clones this tree, runs `make setup`, makes a key and a
-certificate, starts `segue serve`, runs the `try:` and `look:` lines that it prints, and ends it. Each line
-that is printed is written to `--log` with its seconds. Each step's seconds, megabytes on disk and lines are a
-table at the end. Packages come from where pip's configuration says, so the seconds of `make setup` are those
-of that index.
+certificate, starts `segue serve`, runs the `try:` and `look:` lines that it prints and `segue bench`, and
+ends it. Each line that is printed is written to `--log` with its seconds. Each step's seconds, megabytes on
+disk and lines are a table at the end. Packages come from where pip's configuration says, so the seconds of
+`make setup` are those of that index.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ CERTIFICATE = (
     "-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout key.pem -out cert.pem 2>/dev/null"
 )
 SERVE = ".venv/bin/segue serve --api-key-file keys --https-cert cert.pem --https-key key.pem --port {port}"
+BENCH = ".venv/bin/segue bench --requests 4 --warmup 1 --input-tokens 64 --output-tokens 16"
 STEP_S = 1800.0
 
 
@@ -144,6 +145,7 @@ def main() -> None:
             answer = way.command("the `try:` line", after("try: ", lines))
             assert any("content" in line for line in answer), "there is no answer"
             way.command("the `look:` line", after("look: ", lines))
+            way.command("`segue bench` without URL, key or certificate", BENCH)
             way.step("Ctrl-C", lambda: rest_of(server))
         finally:
             killer.cancel()

@@ -68,6 +68,7 @@ NOT_RUN = {
     "kubectl": "no cluster; `tests/deploy` renders the overlays",
     "guidellm": "not installed: docs/clients.md names the versions that were tried by hand",
     "aiperf": "not installed: docs/clients.md names the versions that were tried by hand",
+    "vllm bench serve": "not installed: docs/clients.md names the versions that were tried by hand",
     "pytest -m soak": "it is the test",
 }
 

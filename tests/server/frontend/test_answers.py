@@ -28,7 +28,7 @@ def choices(tokenizer: ModelTokenizer, *, each: int = 2) -> list[Choice]:
     made = []
     for p, prompt in enumerate(PROMPTS):
         for i in range(each):
-            params = SamplingParams(max_tokens=9)
+            params = SamplingParams(max_tokens=9, stop_token_ids=[7])
             sample = Sample(
                 Request(request_id=f"r-{p}-{i}", prompt=prompt, sampling=params), Text(), tokenizer
             )
@@ -50,7 +50,7 @@ def pieces(tokenizer: ModelTokenizer, index: int, *, echo: bool) -> list[Piece]:
     if echo:
         made[0].prompt_logprobs = [None, *(TokenLogprob(t, -1.0, [(t, -1.0)]) for t in prompt[1:])]
     finish = FinishReason.STOP if index % 2 else FinishReason.LENGTH
-    made.append(Piece(finish=finish, stop_reason=7 if index % 2 else None))
+    made.append(Piece(finish=finish, stop_reason=(None, 7, None, 8)[index]))
     return made
 
 
@@ -152,7 +152,7 @@ def test_what_is_streamed_is_what_a_whole_answer_says(
             assert [lp["logprob"] for lp in content] == [-0.25 * (index + 1), -9999.0, -0.25 * (index + 1)]
             assert [lp["top_logprobs"][1]["logprob"] for lp in content] == [-9999.0] * 3
         assert together["finish_reason"] == ("stop" if index % 2 else "length")
-        assert together["stop_reason"] == (7 if index % 2 else None)
+        assert together["stop_reason"] == (7 if index == 1 else None), "8 ends every answer"
 
 
 @pytest.mark.parametrize("make", [chat, text])
@@ -321,7 +321,9 @@ def test_sglang_s_form_says_all_so_far_in_each_event(
         assert meta["id"] == (name or "call")
         assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(prompt), sample.tokens)
         assert meta["cached_tokens"] == 1 + index // 2
-        ended = {"type": "stop", "matched": 7} if index % 2 else {"type": "length", "length": sample.tokens}
+        length = {"type": "length", "length": sample.tokens}
+        # As in SGLang, the token that ends every answer is told too.
+        ended = {1: {"type": "stop", "matched": 7}, 3: {"type": "stop", "matched": 8}}.get(index, length)
         assert meta["finish_reason"] == ended
         value = -0.25 * (index + 1)
         assert meta["output_token_logprobs"][0] == [value, 10 + index, None]

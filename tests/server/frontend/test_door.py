@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import socket
 import ssl
@@ -14,9 +15,12 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
+from cryptography.hazmat.primitives import serialization
+from starlette.responses import JSONResponse
 from test_tool_calls import ASK
 
 from conftest import DEADLINE_S, FakeBackend, Running, serve
+from segue.cli.commands.client_flags import trusting
 from segue.engine.request import Output, Request
 from segue.kv.errors import ConfigError, OutOfCapacity
 from segue.kv.session import guarded_listener
@@ -34,6 +38,9 @@ PAGE = "https://page.example"
 
 
 async def told(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["path"] == "/starlette":
+        await JSONResponse({})(scope, receive, send)
+        return
     await HttpCall(scope, receive).answer(200, {"here": scope["path"]})
 
 
@@ -90,9 +97,11 @@ async def test_a_renewed_certificate_is_shown_to_the_next_client_and_a_broken_on
         # As a renewal does it: each file is replaced at once.
         for source, at in ((files.key, key), (files.cert, cert)):
             (tmp_path / "new").write_bytes(source.read_bytes())
+            os.utime(tmp_path / "new", (0, 0))  # as a copy that keeps the times
             (tmp_path / "new").rename(at)
 
     put(first)
+    caplog.set_level("INFO", "segue.frontend.tls")
     async with listening(https_cert=str(cert), https_key=str(key)) as url:
         assert url.startswith("https://")
         before = await asyncio.to_thread(shown, url, authority)
@@ -109,6 +118,10 @@ async def test_a_renewed_certificate_is_shown_to_the_next_client_and_a_broken_on
         assert caplog.text.count("are not used") == 2, "once for each trouble, and not for each client"
         put(first)
         assert await asyncio.to_thread(shown, url, authority) == before
+        cert.unlink()
+        assert await asyncio.to_thread(shown, url, authority) == before
+        assert caplog.text.count("are not used") == 3
+        assert caplog.text.count("https_certificate_reloaded") == 2, "not for each client"
 
 
 @in_loop
@@ -171,6 +184,23 @@ async def test_clients_whose_handshake_fails_are_one_line_a_minute(
     ]
 
 
+@in_loop
+async def test_a_command_on_this_host_trusts_the_server_s_own_certificate_and_no_other(
+    tmp_path: Path,
+) -> None:
+    authority = Authority(tmp_path)
+    files, other = authority.issue("chat.example"), authority.issue("chat.example")
+    async with listening(https_cert=str(files.cert), https_key=str(files.key)) as url:
+        for cert, trusted in ((files.cert, True), (other.cert, False), (None, False)):
+            expected: Any = contextlib.nullcontext() if trusted else pytest.raises(httpx.ConnectError)
+            async with httpx.AsyncClient(verify=trusting(None if cert is None else str(cert))) as client:
+                with expected:
+                    assert (await client.get(f"{url}/x")).status_code == 200
+    for wrong in (files.key, tmp_path / "gone"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            trusting(str(wrong))
+
+
 def test_files_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None:
     first, second = Authority(tmp_path).issue(), Authority(tmp_path, "b").issue()
     with pytest.raises(ConfigError, match="matching pair"):
@@ -179,6 +209,13 @@ def test_files_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None
         ClientTls(str(first.cert), str(tmp_path / "no"))
     with pytest.raises(ConfigError, match="together"):
         ClientsConfig(https_cert="x")
+    assert ClientTls(str(first.cert), str(first.key)).context.minimum_version is ssl.TLSVersion.TLSv1_2
+    locked = serialization.BestAvailableEncryption(b"a passphrase")
+    key = serialization.load_pem_private_key(first.key.read_bytes(), None)
+    pkcs8 = serialization.PrivateFormat.PKCS8
+    first.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, pkcs8, locked))
+    with pytest.raises(ConfigError, match="without a passphrase"):
+        ClientTls(str(first.cert), str(first.key))
 
 
 # ---- pages of other origins ---------------------------------------------------------------------
@@ -207,6 +244,11 @@ async def test_a_page_of_an_allowed_origin_may_ask_and_read_the_answer(allowed: 
             assert answer.status_code == status
             assert answer.headers["access-control-allow-origin"] == ("*" if allowed == "*" else PAGE)
             assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            assert answer.headers["vary"] == "origin"
+        answer = await client.get(f"{url}/starlette", headers={"origin": PAGE})
+        assert "access-control-allow-origin" in answer.headers
+        plain = await client.options(url, headers={"origin": PAGE})
+        assert plain.status_code == 200, "it is no browser's question"
 
 
 @pytest.mark.parametrize("allowed", ["", "https://other.example"])

@@ -41,6 +41,8 @@ def test_a_call_comes_back_whole(door: Running, backend: FakeBackend) -> None:
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
     prompt = door.door.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
     assert '"name": "weather"' in prompt, "the template was given the tools"
+    tokens = door.post("/tokenize", {"messages": ASK, "tools": TOOLS}).json()["tokens"]
+    assert tokens == backend.requests[0].prompt
 
 
 def test_a_call_is_streamed_as_deltas(door: Running, backend: FakeBackend) -> None:
@@ -68,22 +70,25 @@ def test_tool_choice_is_a_grammar(door: Running, backend: FakeBackend) -> None:
     assert call.function.arguments == '{"city": "Paris"}'
 
 
-#: the end of a chat template, the mark of a call, the texts around the arguments of `weather`
+#: the end of a chat template, the mark of a call, the texts around the arguments of `weather`, those between
+#: two calls of a block
 FORMS: list[Any] = [
-    ("<tool_call>", ["<tool_call>"], '\n{"name": "weather", "arguments": ', "}\n</tool_call>"),
-    ("[TOOL_CALLS][ARGS]", ["[TOOL_CALLS]"], "weather[ARGS]", ""),
-    ("[TOOL_CALLS] [{", ["[TOOL_CALLS]", " ["], '{"name": "weather", "arguments": ', "}]"),
+    ("<tool_call>", ["<tool_call>"], '\n{"name": "weather", "arguments": ', "}\n</tool_call>", None),
+    ("[TOOL_CALLS][ARGS]", ["[TOOL_CALLS]"], "weather[ARGS]", "", None),
+    ("[TOOL_CALLS] [{", ["[TOOL_CALLS]", " ["], '{"name": "weather", "arguments": ', "}]", [", "]),
     (
         "<｜tool▁calls▁begin｜> ```json",
         ["<｜tool▁calls▁begin｜>"],
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n",
         "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ["\n"],
     ),
     (
         "<｜tool▁calls▁begin｜>",
         ["<｜tool▁calls▁begin｜>"],
         "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>",
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [],
     ),
 ]
 STRICT: list[Any] = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
@@ -91,9 +96,9 @@ LONG = {"type": "function", "function": {"name": "x" * 70_000, "strict": True}}
 OTHER: Any = {"type": "function", "function": {"name": "other", "parameters": {"required": ["x"]}}}
 
 
-@pytest.mark.parametrize(("template", "mark", "before", "after"), FORMS)
+@pytest.mark.parametrize(("template", "mark", "before", "after", "between"), FORMS)
 def test_the_calls_of_a_strict_tool_have_a_grammar_in_the_form_of_the_chat_template(
-    template: str, mark: list[str], before: str, after: str
+    template: str, mark: list[str], before: str, after: str, between: list[str] | None
 ) -> None:
     """And an answer in that form is read as a call."""
     own = ModelTokenizer(make_tokenizer(CHATML.replace("<tool_call>", "CALLS") + f"{{# {template} #}}"))
@@ -108,7 +113,7 @@ def test_the_calls_of_a_strict_tool_have_a_grammar_in_the_form_of_the_chat_templ
     assert grammar is not None
     made = msgspec.json.decode(grammar.text, type=CallGrammar)
     strict, other = made.calls
-    assert made.open == mark
+    assert (made.open, made.between) == (mark, between)
     assert ("".join(strict.before), "".join([*strict.after, *made.close])) == (before, after)
     assert strict.schema == TOOLS[0]["function"]["parameters"]
     assert other.schema == {"type": "object"}, "it is not strict"

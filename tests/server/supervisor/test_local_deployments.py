@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from segue.cli.main import main
+from segue.cli.commands.bench_flags import config_of
+from segue.cli.commands.processes import list_deployment
+from segue.cli.main import main, parser
 from segue.kv.errors import ConfigError
-from segue.server.settings.shared_config import TlsConfig
+from segue.server.settings.commands import ServeConfig
+from segue.server.settings.shared_config import AccessConfig, ClientsConfig, TlsConfig
 from segue.server.supervisor.local_deployments import announced, local_deployments, runtime_folder
 
 REGISTRY = "http://127.0.0.1:9"
@@ -36,6 +40,26 @@ def test_a_deployment_is_listed_while_it_runs(folder: Path, monkeypatch: pytest.
         assert found.tls.tls_ca == str(folder.parent / "ca.pem")
         assert folder.stat().st_mode & 0o777 == 0o700
     assert local_deployments() == [] == list(folder.iterdir())
+
+
+def test_bench_takes_the_key_and_the_certificate_of_the_deployment_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    config = ServeConfig(
+        access=AccessConfig(api_key_file="keys"),
+        clients=ClientsConfig(https_cert="cert.pem", https_key="key.pem"),
+    )
+    url, keys = "https://127.0.0.1:8000", str(folder.parent / "keys")
+    with contextlib.ExitStack() as listed:
+        list_deployment(listed, config, url, "tiny", REGISTRY, None)
+        for words, taken in (
+            ([], (url, keys, str(folder.parent / "cert.pem"))),
+            (["--api-key-file", "mine"], (url, "mine", str(folder.parent / "cert.pem"))),
+            (["http://10.0.0.1:1"], ("http://10.0.0.1:1", None, None)),
+        ):
+            found = config_of(parser()[0].parse_args(["bench", *words]))
+            assert (found.url, found.api_key_file, found.https_cert) == taken
 
 
 def test_a_killed_deployment_is_not_listed_also_when_another_process_has_its_number(folder: Path) -> None:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from segue import __version__
 from segue.cli.commands.bench_flags import MAX_CONNECTIONS, BenchConfig, config_of
-from segue.cli.commands.client_flags import authorization
+from segue.cli.commands.client_flags import authorization, trusting
 from segue.cli.terminal import progress, terminal
 from segue.kv import ConfigError, SegueError
 from segue.kv.session import awaited
@@ -52,7 +52,7 @@ class Bench:
 
     def __init__(self, config: BenchConfig) -> None:
         self.config = config
-        self.target = Target.of(config.url)
+        self.target = Target.of(config.url, lambda: trusting(config.https_cert))
         self.headers = authorization(config.api_key_file)
         self.path = "/v1/completions" if config.api == "completions" else "/v1/chat/completions"
         self.model = config.model or ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from segue.cli.commands.client_flags import add_key_file, server_here
+from segue.cli.commands.client_flags import add_key_file, server_of
 from segue.kv import ConfigError
 
 MAX_REQUESTS = 1_000_000
@@ -35,6 +35,7 @@ class BenchConfig:
     slo_ttft_ms: float | None = None
     slo_itl_ms: float | None = None
     api_key_file: str | None = None
+    https_cert: str | None = None
 
     def __post_init__(self) -> None:
         if self.shared_prefix_tokens >= self.input_tokens:
@@ -126,5 +127,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace) -> BenchConfig:
     """The measurement that `args` ask for. Raises ConfigError."""
-    given = {name: getattr(args, name) for name in BenchConfig.__dataclass_fields__}
-    return BenchConfig(**given | {"url": args.url or server_here()})
+    given = {name: value for name, value in vars(args).items() if name in BenchConfig.__dataclass_fields__}
+    return BenchConfig(**given | asdict(server_of(args)))

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from segue.kv import ConfigError
+
+if TYPE_CHECKING:
+    import ssl
 
 
 def add_key_file(command: argparse.ArgumentParser) -> None:
@@ -24,6 +30,35 @@ def add_top_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--once", action="store_true", help="print once and end")
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that a command asks: its URL, the file with an API key for it, and the certificate that it is
+    known by (else by its authority)."""
+
+    url: str
+    api_key_file: str | None = None
+    https_cert: str | None = None
+
+
+def server_of(args: argparse.Namespace) -> Server:
+    """The server that the flags name, else the only deployment of this user on this host, with its key and
+    its certificate. Raises ConfigError."""
+    from segue.server.supervisor.local_deployments import local_deployments
+
+    if args.url:
+        return Server(args.url, args.api_key_file)
+    found = local_deployments()
+    if not found:
+        raise ConfigError(
+            "no deployment of this user runs on this host: start one with segue serve, or name a URL"
+        )
+    if len(found) > 1:
+        urls = ", ".join(here.url for here in found)
+        raise ConfigError(f"{len(found)} deployments of this user run here; name one: {urls}")
+    [here] = found
+    return Server(here.url, args.api_key_file or here.api_key_file, here.https_cert)
+
+
 def authorization(file: str | None) -> dict[str, str]:
     """The header with the first key of the file, or else of the variables that clients and servers use."""
     from segue.server.frontend.keys import read_keys
@@ -34,15 +69,19 @@ def authorization(file: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
-def server_here() -> str:
-    """The URL of the only deployment of this user on this host. Raises ConfigError."""
-    from segue.server.supervisor.local_deployments import local_deployments
+def trusting(https_cert: str | None) -> ssl.SSLContext:
+    """TLS that trusts the server with exactly this certificate, whatever names it has, or else the servers
+    that this host's authorities vouch for. Raises ConfigError."""
+    import ssl
 
-    found = [here.url for here in local_deployments()]
-    if not found:
-        raise ConfigError(
-            "no deployment of this user runs on this host: start one with segue serve, or name a URL"
-        )
-    if len(found) > 1:
-        raise ConfigError(f"{len(found)} deployments of this user run here; name one: {', '.join(found)}")
-    return found[0]
+    if https_cert is None:
+        return ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        own, end, _ = Path(https_cert).read_text().partition("-----END CERTIFICATE-----")
+        context.load_verify_locations(cadata=own[own.index("-----BEGIN CERTIFICATE-----") :] + end)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise ConfigError(f"the server's certificate {https_cert} cannot be read: {error}") from error
+    return context

@@ -30,7 +30,7 @@ from segue.server.observe import logs
 from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import argv, nearest
 from segue.server.settings.registry_address import bracket
-from segue.server.settings.shared_config import AccessConfig, TlsConfig
+from segue.server.settings.shared_config import AccessConfig
 from segue.server.supervisor import service_manager
 from segue.server.supervisor.console import Console, LogFolder
 from segue.server.supervisor.dp_rank_processes import RankProcesses
@@ -87,7 +87,7 @@ def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
     listed = contextlib.ExitStack()
 
     def announce(url: str, registry: str, secret_file: str) -> None:
-        list_deployment(listed, url, name, registry, secret_file, config.tls)
+        list_deployment(listed, config, url, name, registry, secret_file)
         announce_ready(console, url, name, config.access if keys else None, config.clients.https_cert)
 
     async def run() -> ServeResult:
@@ -162,11 +162,26 @@ def child_command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequen
 
 
 def list_deployment(
-    listed: contextlib.ExitStack, url: str, model: str, registry: str, secret_file: str | None, tls: TlsConfig
+    listed: contextlib.ExitStack,
+    config: ServeConfig | FrontendConfig,
+    url: str,
+    model: str,
+    registry: str,
+    secret_file: str | None,
 ) -> None:
     """Let `segue ps` and the like of this user find a deployment until `listed` is closed."""
     try:
-        listed.enter_context(announced(url, model, registry, secret_file, tls))
+        listed.enter_context(
+            announced(
+                url,
+                model,
+                registry,
+                secret_file,
+                config.tls,
+                api_key_file=config.access.api_key_file,
+                https_cert=config.clients.https_cert,
+            )
+        )
     except (OSError, ConfigError) as exc:
         secret = "" if secret_file is None else f" --secret-file {secret_file}"
         log.warning(
@@ -326,7 +341,7 @@ def frontend(args: argparse.Namespace) -> int:
                 def ready(url: str) -> None:
                     if not lifeline.supervised:
                         model = config.model or ""
-                        list_deployment(listed, url, model, config.registry, config.secret_file, config.tls)
+                        list_deployment(listed, config, url, model, config.registry, config.secret_file)
                     report_ready(lifeline, config.label, url)
 
                 loaded = uvloop.run(serve_http(config, ready, lifeline))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 from collections.abc import Iterator
 
 import httpx
@@ -10,7 +11,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from segue.cli.commands.client_flags import authorization, server_here
+from segue.cli.commands.client_flags import authorization, server_of, trusting
 from segue.cli.commands.operate_commands import duration
 from segue.cli.terminal import Group, RenderableType, live, terminal
 from segue.kv import DECODE_ERRORS, ConfigError, PeerLost, SegueError
@@ -25,9 +26,10 @@ _BAR = 24
 
 def top(args: argparse.Namespace) -> int:
     """Show the fleet until an interrupt; the exit status. Raises SegueErrors."""
-    url = args.url or server_here()
+    server = server_of(args)
     console = terminal()
-    views = looks(url, authorization(args.api_key_file))
+    trust = trusting(server.https_cert) if server.https_cert else None
+    views = looks(server.url, authorization(server.api_key_file), trust)
     if args.once:
         console.print(shown(next(views)))
         return 0
@@ -41,12 +43,12 @@ def top(args: argparse.Namespace) -> int:
     return 0
 
 
-def looks(url: str, headers: dict[str, str]) -> Iterator[FleetView]:
+def looks(url: str, headers: dict[str, str], trust: ssl.SSLContext | None = None) -> Iterator[FleetView]:
     """The looks of a frontend until it leaves. Raises PeerLost, and the error of its answer."""
     where = f"{url.rstrip('/')}{PATH}/events"
     timeout = httpx.Timeout(SILENT_S, connect=10.0)
     try:
-        with httpx.stream("GET", where, headers=headers, timeout=timeout) as answer:
+        with httpx.stream("GET", where, headers=headers, timeout=timeout, verify=trust or True) as answer:
             if answer.status_code != 200:
                 raise SegueError(f"{where} answers {answer.status_code}: {_reason(answer)}")
             for line in _lines(answer):

@@ -72,8 +72,8 @@ class Target:
     tls: ssl.SSLContext | None
 
     @classmethod
-    def of(cls, url: str) -> Target:
-        """Raises ConfigError for anything that is not an http(s) URL."""
+    def of(cls, url: str, tls: Callable[[], ssl.SSLContext] = ssl.create_default_context) -> Target:
+        """Raises ConfigError for anything that is not an http(s) URL; `tls` says whom to trust."""
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -81,9 +81,8 @@ class Target:
             parts, port = urlsplit(""), 0
         if parts.scheme not in ("http", "https") or not parts.hostname or not port:
             raise ConfigError(f"URL must look like http://HOST:PORT, not {url!r}")
-        tls = ssl.create_default_context() if parts.scheme == "https" else None
         base = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, port, base, tls)
+        return cls(parts.hostname, port, base, tls() if parts.scheme == "https" else None)
 
 
 class Failure(Exception):

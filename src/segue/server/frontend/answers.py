@@ -95,6 +95,11 @@ class Choice:
         else:
             self._undecided_tokens = self._undecided_tokens + len(ids) if parser.undecided else 0
 
+    def stopped_by(self, reason: str | int | None) -> str | int | None:
+        """`reason` if the client has named it: as in vLLM, the token that ends every answer is none."""
+        named = isinstance(reason, str) or reason in self.sample.request.sampling.stop_token_ids
+        return reason if named else None
+
     @property
     def ended_by(self) -> FinishReason | None:
         """Why it ended, as chat answers say it."""
@@ -289,8 +294,8 @@ class ChatAnswer(TemplatedAnswer):
                 "finish_reason": finish.value if last and finish else None,
             }
             if last:
-                if piece.stop_reason is not None:
-                    entry["stop_reason"] = piece.stop_reason
+                if (stop := choice.stopped_by(piece.stop_reason)) is not None:
+                    entry["stop_reason"] = stop
                 entry.update(self.extras(choice, piece.token_ids, prompt=not choice.begun))
             out.append(
                 self.event("chat.completion.chunk", entry, choice.sample, piece.finish if last else None)
@@ -319,7 +324,7 @@ class ChatAnswer(TemplatedAnswer):
             "message": message,
             "logprobs": _lists(choice.logprobs) if self.shape.logprobs else None,
             "finish_reason": finish.value if finish else None,
-            "stop_reason": choice.stop_reason,
+            "stop_reason": choice.stopped_by(choice.stop_reason),
         }
         out.update(self.extras(choice, choice.token_ids, prompt=True))
         return out
@@ -410,8 +415,8 @@ class CompletionAnswer(TemplatedAnswer):
             "logprobs": self._logprobs(choice, ids, logprobs) if self.shape.logprobs else None,
             "finish_reason": piece.finish.value if piece.finish else None,
         }
-        if piece.stop_reason is not None:
-            entry["stop_reason"] = piece.stop_reason
+        if (stop := choice.stopped_by(piece.stop_reason)) is not None:
+            entry["stop_reason"] = stop
         shown = [] if self._echo_only else piece.token_ids
         entry.update(self.extras(choice, shown, prompt=not choice.begun))
         choice.begun = True
@@ -431,7 +436,7 @@ class CompletionAnswer(TemplatedAnswer):
             "text": text,
             "logprobs": _lists(choice.logprobs) if self.shape.logprobs else None,
             "finish_reason": choice.finish.value if choice.finish else None,
-            "stop_reason": choice.stop_reason,
+            "stop_reason": choice.stopped_by(choice.stop_reason),
         }
         out.update(self.extras(choice, token_ids, prompt=True))
         return out

@@ -37,7 +37,7 @@ from segue.kv import (
 )
 from segue.server.frontend.answers import Answer
 from segue.server.frontend.backend import Backend, Generator
-from segue.server.frontend.chat import chat_prompt
+from segue.server.frontend.chat import chat_prompt, shown_tool
 from segue.server.frontend.detokenize import decode_in_pieces
 from segue.server.frontend.dialects import dialect_of
 from segue.server.frontend.generate import Meter, Piece, generate
@@ -510,10 +510,7 @@ class OpenAIServer:
             special = body.add_special_tokens is not False
             return self.tokenizer.encode(body.prompt, special=special, most=most)
         assert body.messages is not None
-        tools = [
-            {"type": "function", "function": {"name": t.function.name, "parameters": t.function.parameters}}
-            for t in body.tools or []
-        ]
+        tools = [shown_tool(tool) for tool in body.tools or []]
         prompt = chat_prompt(
             self.tokenizer,
             body.messages,

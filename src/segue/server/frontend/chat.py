@@ -288,7 +288,7 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse:
         return ToolUse()
     if not tools:
         raise BadParam("tool_choice: there are no tools to choose from", "tool_choice")
-    shown = [_shown(t) for t in tools]
+    shown = [shown_tool(tool) for tool in tools]
     single = body.parallel_tool_calls is False
     if choice in (None, "auto"):
         # A constrained answer is no call.
@@ -315,7 +315,8 @@ def _named(choice: object, tools: list[Tool], shown: list[dict[str, Any]]) -> To
     raise BadParam(f"tool_choice: no tool is named {name!r}", "tool_choice")
 
 
-def _shown(tool: Tool) -> dict[str, Any]:
+def shown_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as the chat template reads it."""
     function = {k: v for k, v in msgspec.to_builtins(tool.function).items() if v is not None}
     # Templates read these two without asking whether they are there.
     return {"type": "function", "function": {"description": "", "parameters": {}, **function}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -199,14 +200,28 @@ _REFUSED: dict[type[msgspec.Struct], Refused] = {
 OtherFields = tuple[Refused, frozenset[str]]
 
 
-def _objects(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
-    """The fields of `kind` that are objects with fields of their own, and those."""
-    found = {}
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The fields of an object, and those of the objects in them: `inner`, by the field's name."""
+
+    known: frozenset[str]
+    inner: Mapping[str, _Names]
+
+
+def _names(kind: type[msgspec.Struct], ignored: frozenset[str]) -> _Names:
+    """The names in a body of `kind`. `ignored` are known in its objects too."""
+    inner = {}
     for name, hint in get_type_hints(kind).items():
-        for part in get_args(hint):
-            if isinstance(part, type) and issubclass(part, msgspec.Struct):
-                found[name] = frozenset(part.__struct_fields__)
-    return found
+        for part in _structs(hint):
+            inner[name] = _names(part, ignored)
+    return _Names(ignored.union(kind.__struct_fields__), inner)
+
+
+def _structs(hint: Any) -> list[type[msgspec.Struct]]:
+    """The structs in a type such as `list[Tool] | None`."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return [hint]
+    return [found for part in get_args(hint) for found in _structs(part)]
 
 
 class BodyReader:
@@ -221,11 +236,10 @@ class BodyReader:
             kind: msgspec.json.Decoder(found, float_hook=read_float) for kind, found in types.items()
         }
         self._known = {
-            kind: frozenset(found.__struct_fields__) | (more[kind][1] if kind in more else IGNORED)
-            for kind, found in types.items()
+            kind: _names(found, more[kind][1] if kind in more else IGNORED) for kind, found in types.items()
         }
-        self._inner = {kind: _objects(kind) for kind in types}
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
+        self._items = msgspec.json.Decoder(list[msgspec.Raw])
 
     @property
     def refused(self) -> Mapping[type[msgspec.Struct], Refused]:
@@ -233,16 +247,20 @@ class BodyReader:
         return self._refused
 
     def unknown(self, raw: bytes, kind: type[msgspec.Struct]) -> list[str]:
-        """The names in a body that `read` has read which are no fields of `kind` or of its objects."""
-        known, inner, found = self._known[kind], self._inner[kind], list[str]()
+        """The names in a body that are no fields of `kind` or of its objects, each once. `read` it before."""
+        found: dict[str, None] = {}
+        self._collect(raw, self._known[kind], "", found)
+        return list(found)
+
+    def _collect(self, raw: bytes, names: _Names, within: str, found: dict[str, None]) -> None:
         for name, value in self._names.decode(raw).items():
-            if name not in known:
-                found.append(name)
-            elif name in inner and bytes(value).lstrip()[:1] == b"{":
-                found += [
-                    f"{name}.{field}" for field in self._names.decode(value) if field not in inner[name]
-                ]
-        return found
+            if name not in names.known:
+                found[within + name] = None
+            elif name in names.inner:
+                inner = bytes(value).lstrip()
+                for one in self._items.decode(inner) if inner[:1] == b"[" else [value]:
+                    if bytes(one).lstrip()[:1] == b"{":
+                        self._collect(one, names.inner[name], f"{within}{name}.", found)
 
     def read(self, raw: bytes, kind: type[Body]) -> Body:
         try:

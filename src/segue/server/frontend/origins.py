@@ -10,7 +10,6 @@ from segue.server.http.http_exchange import Header
 
 #: Headers of an answer that a page may read.
 _EXPOSED: Final = b"x-request-id, x-segue-unknown-fields, retry-after"
-_MAX_ORIGIN_BYTES: Final = 512
 _MAX_AGE_S: Final = b"600"
 
 
@@ -27,8 +26,7 @@ class Origins:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         origin = headers.get(b"origin", b"")
-        allowed = len(origin) <= _MAX_ORIGIN_BYTES and not self._allowed.isdisjoint({origin, b"*"})
-        if not origin or not allowed:
+        if not origin or self._allowed.isdisjoint({origin, b"*"}):
             await self._app(scope, receive, send)
             return
         about: tuple[Header, ...] = (

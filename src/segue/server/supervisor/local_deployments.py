@@ -45,10 +45,13 @@ class LocalInstance(LocalProcess, frozen=True, kw_only=True):
 
 
 class LocalDeployment(LocalProcess, frozen=True, kw_only=True):
-    """A frontend that runs here: the URL for clients and the name of its model; `registry` is its own."""
+    """A frontend that runs here: the URL for clients, the files with their API keys and with the certificate
+    that they are shown, and the name of its model; `registry` is its own."""
 
     url: str
     model: str
+    api_key_file: str | None = None
+    https_cert: str | None = None
 
 
 #: The ending of the files of each kind.
@@ -73,11 +76,25 @@ def runtime_folder() -> Path:
 
 @contextlib.contextmanager
 def announced(
-    url: str, model: str, registry: str, secret_file: str | None, tls: TlsConfig, folder: Path | None = None
+    url: str,
+    model: str,
+    registry: str,
+    secret_file: str | None,
+    tls: TlsConfig,
+    folder: Path | None = None,
+    *,
+    api_key_file: str | None = None,
+    https_cert: str | None = None,
 ) -> Iterator[None]:
     """List a deployment of this process while this is open. Paths may be relative. Raises OSError where the
     folder cannot be written, ConfigError where others can."""
-    make = partial(LocalDeployment, url=url, model=model)
+    make = partial(
+        LocalDeployment,
+        url=url,
+        model=model,
+        api_key_file=_absolute(api_key_file),
+        https_cert=_absolute(https_cert),
+    )
     with _listed(make, registry, secret_file, tls, folder):
         yield
 
