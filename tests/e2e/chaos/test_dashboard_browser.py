@@ -1,11 +1,12 @@
 """The dashboard as its user sees it: a real deployment in a headless Chromium.
 
-`SCREENSHOTS=FOLDER` keeps pictures of it.
+`SCREENSHOTS=FOLDER` keeps pictures of it: those of docs/images, and the same in the dark and narrow.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,20 +19,28 @@ from cluster import Cluster
 from tiny_model import VOCAB
 from under_load import under_load
 
+from segue.cli.commands.top_command import looks
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not browser.installed(), reason="chromium and chromedriver are not installed"),
 ]
 
+STATE = "return document.getElementById('state').innerText"
+ABOUT = "return document.getElementById('about').innerText"
 ROWS = "return [...document.querySelectorAll('#%s tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
-WIDTH, HEIGHT = 1200, 1500
+WIDTH, HEIGHT = 1200, 900
+#: What a name ends with, the width, and whether it is dark.
+PICTURES = (("", WIDTH, False), ("-dark", WIDTH, True), ("-narrow", 380, True))
 
 
 def picture(page: Browser, name: str) -> None:
-    folder = os.environ.get("SCREENSHOTS")
-    if folder:
-        page.screenshot(Path(folder) / f"{name}.png")
+    if folder := os.environ.get("SCREENSHOTS"):
+        for ends, width, dark in PICTURES:
+            page.size(width, HEIGHT, dark=dark)
+            page.screenshot(Path(folder) / f"dashboard-{name}{ends}.webp")
+        page.size(WIDTH, HEIGHT)
 
 
 def test_a_user_sees_the_fleet_under_load_and_a_killed_instance(tiny: Path, tmp_path: Path) -> None:
@@ -47,7 +56,7 @@ def use(page: Browser, cluster: Cluster, asks: list[traffic.Ask]) -> None:
     """All that a user does with the page."""
     page.size(WIDTH, HEIGHT)
     page.open(f"{cluster.url}/dashboard")
-    page.until("return document.getElementById('state').innerText", lambda text: text == "ready")
+    page.until(STATE, lambda text: text == "ready")
     rows = page.until(ROWS % "replicas", lambda rows: len(rows) == 3)
     assert [row[1:5] for row in rows] == [
         ["decode", "serving", "0", "0"],
@@ -63,7 +72,7 @@ def use(page: Browser, cluster: Cluster, asks: list[traffic.Ask]) -> None:
     report = asyncio.run(under_load(cluster.url, asks, act, clients=32, rest=dict))
     assert report.failed == {}
     # The page still lives from its events after all of this.
-    page.until("return document.getElementById('state').innerText", lambda text: text == "ready")
+    page.until(STATE, lambda text: text == "ready")
     assert page.complaints() == []
 
 
@@ -81,7 +90,19 @@ def look(page: Browser, cluster: Cluster) -> None:
     assert drawing.startswith("1 frontends, 1 prefill instances, 2 decode")
     picture(page, "streams")
 
-    # By keyboard alone: from the first button of the list to a timeline and back.
+    # By keyboard alone: the page pauses, while others look on, and resumes.
+    page.run("document.activeElement.blur()")
+    page.keys(TAB + ENTER)
+    page.until(STATE, lambda text: text == "paused")
+    shown = page.run(ABOUT)
+    with contextlib.closing(looks(cluster.url, {})) as others:
+        for _ in range(3):
+            next(others)
+    assert (page.run(STATE), page.run(ABOUT)) == ("paused", shown)
+    page.keys(ENTER)
+    page.until(STATE, lambda text: text == "ready")
+
+    # From the first button of the list to a timeline and back.
     page.until(ROWS % "requests", lambda rows: len(rows) > 3)
     page.run("document.querySelector('[data-request]').focus()")
     name = page.run("return document.activeElement.dataset.request")
@@ -94,6 +115,7 @@ def look(page: Browser, cluster: Cluster) -> None:
     picture(page, "timeline")
     page.keys(ENTER)
     page.until("return !document.getElementById('life').open")
+    assert page.run("return document.activeElement.dataset.request"), "the focus is in the list again"
     for _ in range(5):  # of the two that the list had, one may have ended between the keys
         page.until(ROWS % "requests", lambda rows: len(rows) > 3)
         page.run("document.querySelector('[data-request]').focus()")
@@ -108,7 +130,6 @@ def look(page: Browser, cluster: Cluster) -> None:
     widths = page.run("return [document.scrollingElement.scrollWidth, innerWidth]")
     assert widths[0] <= widths[1]
     assert page.run("return getComputedStyle(document.body).backgroundColor") != light
-    picture(page, "narrow-dark")
     page.size(WIDTH, HEIGHT)
 
     # A killed instance is seen as one, and the rest goes on.

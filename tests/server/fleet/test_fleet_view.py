@@ -169,3 +169,4 @@ def test_requests_that_go_on_come_first_and_errors_say_the_latest_text() -> None
         ("OUT_OF_CAPACITY", 9, ""),
         ("PEER_LOST", 4, "lost 4"),
     ]
+    assert errors[0].meaning == "No memory, slot or credit was free in time."

@@ -97,8 +97,8 @@ def shown(view: FleetView) -> RenderableType:
         f"{view.requests_per_s:.1f} requests/s, {view.tokens_per_s:.1f} tokens/s"
     )
     times = Text(
-        f"first token p50/p90/p99 {_times(view.ttft_ms)}, between tokens {_times(view.itl_ms)}; "
-        "means of the first token's parts: "
+        f"first token p50/p90/p99 {_times(view.ttft_ms)}, between tokens {_times(view.itl_ms)}\n"
+        "first token's parts (means): "
         + (", ".join(f"{name} {ms:.1f} ms" for name, ms in view.ttft_parts_ms.items()) or "none")
     )
     parts: list[RenderableType] = [head, now, times, _replicas(view.replicas)]
@@ -146,7 +146,7 @@ def _bar(used: int, quarantined: int, total: int) -> Text:
         return Text("")
     first, second = -(-used * _BAR // total), -(-quarantined * _BAR // total)
     return Text.assemble(
-        ("█" * first, "blue"), ("█" * second, "red"), ("░" * max(0, _BAR - first - second), "dim")
+        ("█" * first, "blue"), ("▓" * second, "red"), ("░" * max(0, _BAR - first - second), "dim")
     )
 
 
@@ -172,7 +172,7 @@ def _requests(view: FleetView) -> Table:
 def _errors(view: FleetView) -> Table:
     table = _table("ERROR", "THE LATEST", "REQUESTS", numbers=1)
     for each in view.errors:
-        text = Text(each.text)
+        text = Text(each.text or each.meaning)
         text.truncate(100, overflow="ellipsis")
         table.add_row(Text(each.code, "red"), text, str(each.count))
     return table

@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from segue.kv import Role
+from segue.kv import ErrorCode, Role, meaning_of
 from segue.server.fleet.operator import Row, pairs
 from segue.server.fleet.replica import Replica
 from segue.server.messages.records import RequestRecord
@@ -76,10 +76,12 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorView(msgspec.Struct, frozen=True):
-    """The number of requests that ended with `code` since the start, and the text of the latest."""
+    """The number of requests that ended with `code` since the start, its meaning, and the text of the
+    latest."""
 
     code: str
     count: int
+    meaning: str
     text: str
 
 
@@ -293,4 +295,8 @@ def error_views(outcomes: dict[str, int], requests: Sequence[RequestView]) -> li
     """Errors since the start, the most frequent first."""
     told = {view.code: view.text for view in reversed(requests) if view.code}
     counts = sorted(outcomes.items(), key=lambda item: -item[1])
-    return [ErrorView(code, count, told.get(code, "")) for code, count in counts if code != "ok" and count]
+    return [
+        ErrorView(code, count, meaning_of(ErrorCode(code)), told.get(code, ""))
+        for code, count in counts
+        if code != "ok" and count
+    ]
