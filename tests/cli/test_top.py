@@ -33,9 +33,9 @@ VIEW = FleetView(
     itl_ms=None,
     ttft_parts_ms={"queue": 1.04, "prefill": 9},
     replicas=[
-        ReplicaView(name="dddd dp0", role=Role.DECODE, address="h:1", state="no session"),
+        ReplicaView(name="dddd0123 dp0", role=Role.DECODE, address="h:1", state="no session"),
         ReplicaView(
-            name="pppp dp0",
+            name="pppp0123 dp0",
             role=Role.PREFILL,
             address="h:2",
             state="serving",
@@ -46,8 +46,8 @@ VIEW = FleetView(
     ],
     links=[
         LinkView(
-            prefill="pppp dp0",
-            decode="dddd dp0",
+            prefill="pppp0123 dp0",
+            decode="dddd0123 dp0",
             transport="shm",
             bytes_per_s=1.5e9,
             nbytes=20_000_000,
@@ -69,14 +69,14 @@ VIEW = FleetView(
 )
 SHOWN = """\
 segue tiny  ready  frontend 0123abcd, 1.2.3, up 1h2m
-3 generations, 2 waiting at instances; in the last 30 s 2.5 requests/s, 100.0 tokens/s
+3 generations, 2 waiting; in the last 30 s 2.5 requests/s, 100.0 tokens/s
 first token p50/p90/p99 10.0/20.0/30.2 ms, between tokens -
 first token's parts (means): queue 1.0 ms, prefill 9.0 ms
-INSTANCE  ROLE     STATE       PAGES                     USED  QUARANTINED  RUNNING  WAITING
-dddd dp0  decode   no session                               0            0        0        0
-pppp dp0  prefill  serving     ████████████▓▓▓▓░░░░░░░░    12            4        1        2
-PREFILL   DECODE    TRANSPORT  GB/S     GB  HAND-OFFS  FAILED
-pppp dp0  dddd dp0  shm        1.50  0.020          7       1
+INSTANCE      ROLE     STATE       PAGES     USED  QUARANTINED  RUNNING  WAITING
+dddd0123 dp0  decode   no session               0            0        0        0
+pppp0123 dp0  prefill  serving     ████▓▓░░    12            4        1        2
+PREFILL       DECODE        TRANSPORT  GB/S     GB  HAND-OFFS  FAILED
+pppp0123 dp0  dddd0123 dp0  shm        1.50  0.020          7       1
 links between instances are old: the registry is away
 REQUEST  ENDED     RESULT                                SECONDS
 now      goes on   7 tokens in, 2 out                       1.50
@@ -87,8 +87,8 @@ PEER_LOST        prefill is gone                                     4
 """
 
 
-def test_a_look_is_shown_whole() -> None:
-    console = Console(file=io.StringIO(), width=120, color_system=None)
+def test_a_look_fits_a_terminal_of_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(shown(VIEW))
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]

@@ -20,7 +20,8 @@ from segue.server.fleet.fleet_view import LOOK_S, PATH, FleetView, Percentiles, 
 SILENT_S = 30 * LOOK_S
 MAX_EVENT_BYTES = 4 << 20
 _STYLES = {"serving": "green", "no session": "red"}
-_BAR = 24
+#: A line of an instance fits a terminal of 80 columns.
+_BAR = 8
 
 
 def top(args: argparse.Namespace) -> int:
@@ -93,7 +94,7 @@ def shown(view: FleetView) -> RenderableType:
     )
     waiting = sum(replica.waiting for replica in view.replicas)
     now = Text(
-        f"{view.answering} generations, {waiting} waiting at instances; in the last {view.window_s:.0f} s "
+        f"{view.answering} generations, {waiting} waiting; in the last {view.window_s:.0f} s "
         f"{view.requests_per_s:.1f} requests/s, {view.tokens_per_s:.1f} tokens/s"
     )
     times = Text(
@@ -118,7 +119,7 @@ def _times(found: Percentiles | None) -> str:
 
 def _table(*columns: str, numbers: int) -> Table:
     """A table whose last `numbers` columns are figures."""
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for at, name in enumerate(columns):
         made.add_column(name, justify="right" if at >= len(columns) - numbers else "left")
     return made
