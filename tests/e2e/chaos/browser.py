@@ -79,15 +79,8 @@ class Browser:
         self.devtools("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, file: Path) -> None:
-        """The whole page, of which a dialog shows its window alone, as WebP."""
-        size = self.devtools("Page.getLayoutMetrics")["cssContentSize"]
-        found = self.devtools(
-            "Page.captureScreenshot",
-            format="webp",
-            quality=80,
-            captureBeyondViewport=True,
-            clip={"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1},
-        )
+        """The window, as WebP."""
+        found = self.devtools("Page.captureScreenshot", format="webp", quality=70)
         file.write_bytes(base64.b64decode(found["data"]))
 
     def complaints(self) -> list[str]:

@@ -30,15 +30,15 @@ pytestmark = [
 STATE = "return document.getElementById('state').innerText"
 ABOUT = "return document.getElementById('about').innerText"
 ROWS = "return [...document.querySelectorAll('#%s tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
-WIDTH, HEIGHT = 1200, 900
-#: What a name ends with, the width, and whether it is dark.
-PICTURES = (("", WIDTH, False), ("-dark", WIDTH, True), ("-narrow", 380, True))
+WIDTH, HEIGHT = 1200, 1100
+#: What a name ends with, the window, and whether it is dark.
+PICTURES = (("", WIDTH, HEIGHT, False), ("-dark", WIDTH, HEIGHT, True), ("-narrow", 380, 2400, True))
 
 
 def picture(page: Browser, name: str) -> None:
     if folder := os.environ.get("SCREENSHOTS"):
-        for ends, width, dark in PICTURES:
-            page.size(width, HEIGHT, dark=dark)
+        for ends, width, height, dark in PICTURES:
+            page.size(width, height, dark=dark)
             page.screenshot(Path(folder) / f"dashboard-{name}{ends}.webp")
         page.size(WIDTH, HEIGHT)
 
@@ -63,6 +63,7 @@ def use(page: Browser, cluster: Cluster, asks: list[traffic.Ask]) -> None:
         ["decode", "serving", "0", "0"],
         ["prefill", "serving", "0", "0"],
     ]
+    page.until("return document.getElementById('window').innerText", lambda text: "last" in text)
     picture(page, "idle")
 
     async def act(load: soak_kills.Traffic) -> None:
