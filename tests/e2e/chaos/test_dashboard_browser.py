@@ -30,6 +30,8 @@ pytestmark = [
 STATE = "return document.getElementById('state').innerText"
 ABOUT = "return document.getElementById('about').innerText"
 ROWS = "return [...document.querySelectorAll('#%s tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+#: Roles of things that need a name.
+NAMED = {"button", "heading", "image", "region", "table"}
 WIDTH, HEIGHT = 1200, 1100
 #: What a name ends with, the window, and whether it is dark.
 PICTURES = (("", WIDTH, HEIGHT, False), ("-dark", WIDTH, HEIGHT, True), ("-narrow", 380, 2400, True))
@@ -90,6 +92,12 @@ def look(page: Browser, cluster: Cluster) -> None:
     drawing = page.run("return document.querySelector('#picture svg').getAttribute('aria-label')")
     assert drawing.startswith("1 frontends, 1 prefill instances, 2 decode")
     picture(page, "streams")
+
+    # A screen reader has a name for each thing that it can name.
+    nodes = page.devtools("Accessibility.getFullAXTree")["nodes"]
+    named = [(node["role"]["value"], node["name"]["value"]) for node in nodes if "name" in node]
+    assert {role for role, name in named if role in NAMED and name} == NAMED
+    assert [role for role, name in named if role in NAMED and not name] == []
 
     # By keyboard alone: the page pauses, while others look on, and resumes.
     page.run("document.activeElement.blur()")
