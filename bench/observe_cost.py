@@ -147,8 +147,13 @@ def main() -> None:
     print(f"off, over its median: {min(runs['off']) / off:.3f} to {max(runs['off']) / off:.3f}")
     print(f"counting: {counting:.2f} of {off:.1f} µs, {100 * counting / off:.1f} %")
     report = {
-        **{"commit": commit(), "machine": machine(), "load": [load, os.getloadavg()]},
-        **{"on": args.on, "chunk_us": runs, "ratios": ratios, "counting_us": counting},
+        "commit": commit(),
+        "machine": machine(),
+        "load": [load, os.getloadavg()],
+        "on": args.on,
+        "chunk_us": runs,
+        "ratios": ratios,
+        "counting_us": counting,
     }
     args.json.write_text(json.dumps(report, indent=1) + "\n")
 
