@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 from prometheus_client.metrics_core import Metric
@@ -17,7 +18,8 @@ from segue.kv import ErrorCode, Role, meaning_of
 from segue.server.fleet.operator import Row, pairs
 from segue.server.fleet.replica import Replica
 from segue.server.messages.records import RequestRecord
-from segue.server.observe.metrics import PHASES, Metrics
+from segue.server.observe.metrics import Metrics
+from segue.server.schedulers.request_figures import Buckets
 
 PATH = "/dashboard"
 #: Time between two looks.
@@ -133,11 +135,6 @@ class Totals:
 
 def totals(metrics: Metrics, now: float) -> Totals:
     """The counts of `metrics` as they are."""
-    parts = {phase: [0.0, 0.0] for phase in PHASES}
-    for sample in _samples(metrics.handoff.collect()):
-        at = {"segue_handoff_seconds_sum": 0, "segue_handoff_seconds_count": 1}.get(sample.name)
-        if at is not None:
-            parts[sample.labels["phase"]][at] = sample.value
     outcomes: dict[str, int] = {}
     for sample in _samples(metrics.requests.collect()):
         if sample.name == "segue_requests_total":
@@ -146,9 +143,9 @@ def totals(metrics: Metrics, now: float) -> Totals:
     tokens = [s.value for s in _samples(metrics.output_tokens.collect()) if s.name.endswith("_total")]
     return Totals(
         at_s=now,
-        ttft=_distribution(metrics.ttft.collect()),
-        itl=_distribution(metrics.itl.collect()),
-        parts={phase: (seconds, count) for phase, (seconds, count) in parts.items()},
+        ttft=_distribution(metrics.ttft.labels()),
+        itl=_distribution(metrics.itl.labels()),
+        parts={phase: (each.total, sum(each.counts)) for (phase,), each in metrics.handoff.series.items()},
         tokens=sum(tokens),
         outcomes=outcomes,
     )
@@ -159,9 +156,8 @@ def _samples(found: Iterable[Metric]) -> Iterator[Sample]:
         yield from metric.samples
 
 
-def _distribution(found: Iterable[Metric]) -> Distribution:
-    buckets = [s for s in _samples(found) if s.name.endswith("_bucket")]
-    return Distribution(tuple(float(s.labels["le"]) for s in buckets), tuple(s.value for s in buckets))
+def _distribution(buckets: Buckets) -> Distribution:
+    return Distribution(tuple(buckets.bounds), tuple(accumulate(buckets.counts)))
 
 
 class Window:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -67,7 +67,8 @@ class QuickHistogram(Collector):
         self._text = text
         self._bounds = buckets
         self._labelnames = labels
-        self._series: dict[tuple[str, ...], Buckets] = {}
+        #: The values by those of the labels.
+        self.series: dict[tuple[str, ...], Buckets] = {}
         if not labels:
             #: Record one more value of a histogram without labels.
             self.observe = self.labels().observe
@@ -75,14 +76,14 @@ class QuickHistogram(Collector):
 
     def labels(self, *values: str) -> Buckets:
         """The series with these values of the labels."""
-        found = self._series.get(values)
+        found = self.series.get(values)
         if found is None:
-            found = self._series[values] = Buckets(self._bounds)
+            found = self.series[values] = Buckets(self._bounds)
         return found
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """The histogram in prometheus' form."""
-        yield histogram(self._name, self._text, self._labelnames, self._series)
+        yield histogram(self._name, self._text, self._labelnames, self.series)
 
 
 class Metrics:
@@ -172,12 +173,11 @@ class Metrics:
             _EACH_TOKEN_S,
             *_INFERENCE,
         )
-        self.handoff = Histogram(
+        self.handoff = quick(
             "segue_handoff_seconds",
             "Parts of the time to first token, as the leaders measured them",
-            ["phase"],
-            buckets=FAST_S,
-            registry=registry,
+            FAST_S,
+            "phase",
         )
         self.replicas = gauge("segue_replicas", "Replicas with an open session", "role")
         self.ready = gauge("segue_ready", "1 while a request can complete")
