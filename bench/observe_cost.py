@@ -107,7 +107,7 @@ async def chunk_us(url: str, pid: int, streams: int, tokens: int, times: int) ->
 
 def counting_us() -> float:
     """CPU microseconds that the metrics take of one chunk."""
-    meter, last = Meter(Metrics(), time.monotonic, time.monotonic()), time.monotonic()
+    meter, last = Meter(Metrics(), time.monotonic, time.monotonic(), ("chat", "segue", "m")), time.monotonic()
     began = time.process_time()
     for _ in range(ALONE):
         last = meter.next(last)
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "observe_cost.json")
     args = parser.parse_args()
     runs: dict[str, list[float]] = {"off": [], "on": []}
+    load = os.getloadavg()
     with contextlib.ExitStack() as stack:
         made = {"off": stack.enter_context(deployment(args.model))}
         if "spans" in args.on:
@@ -145,8 +146,16 @@ def main() -> None:
     print(f"{' '.join(args.on)}, over off: {middle:.3f} ({low:.3f} to {high:.3f})")
     print(f"off, over its median: {min(runs['off']) / off:.3f} to {max(runs['off']) / off:.3f}")
     print(f"counting: {counting:.2f} of {off:.1f} µs, {100 * counting / off:.1f} %")
-    report = {"commit": commit(), "machine": machine(), "on": args.on, "chunk_us": runs, "ratios": ratios}
-    args.json.write_text(json.dumps({**report, "counting_us": counting}, indent=1) + "\n")
+    report = {
+        "commit": commit(),
+        "machine": machine(),
+        "load": [load, os.getloadavg()],
+        "on": args.on,
+        "chunk_us": runs,
+        "ratios": ratios,
+        "counting_us": counting,
+    }
+    args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

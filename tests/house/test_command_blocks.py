@@ -58,8 +58,6 @@ RUN = {
 }
 #: Those that no test can run here.
 NOT_RUN = {
-    "prometheus --config.file=": ("deploy/test_prometheus.py", "--config.file="),
-    ".venv/clients/bin/python examples/clients.py": ("e2e/test_clients.py", '"clients.py"'),
     "git clone": "no address yet",
     "python3 -m venv lm": "lm-eval is 1 GiB: docs/clients.md says with which version it was run",
     "lm/bin/": "lm-eval is 1 GiB: docs/clients.md says with which version it was run",

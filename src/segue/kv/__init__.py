@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from segue.kv.errors import Starting as Starting
     from segue.kv.errors import TransferFailed as TransferFailed
     from segue.kv.errors import Unauthorized as Unauthorized
+    from segue.kv.errors import meaning_of as meaning_of
     from segue.kv.errors import status_of as status_of
     from segue.kv.handles import Handles as Handles
     from segue.kv.handles import KVReceiver as KVReceiver
@@ -140,7 +141,7 @@ _MODULE_OF = {
             "DECODE_ERRORS DeadlineExceeded DpRankConflict DpRankOutOfRange Draining ErrorCode "
             "ErrorInfo Internal InvalidRequest LayoutMismatch MAX_ERROR_TEXT MetadataMismatch NotFound "
             "OutOfCapacity PeerLost PeerRefused PeerRestarted RankDivergence RequestTimeout "
-            "RequestTooLarge SegueError Starting TransferFailed Unauthorized status_of "
+            "RequestTooLarge SegueError Starting TransferFailed Unauthorized meaning_of status_of "
         ),
         "segue.kv.handles": "Handles KVReceiver KVSender",
         "segue.kv.ids": (

@@ -277,6 +277,11 @@ class Internal(SegueError):
 _CLASSES: dict[ErrorCode, type[SegueError]] = {c.code: c for c in SegueError.__subclasses__()}
 
 
+def meaning_of(code: ErrorCode) -> str:
+    """What `code` says, in a sentence or two."""
+    return " ".join((_CLASSES[code].__doc__ or "").replace("`", "").split())
+
+
 def status_of(code: ErrorCode) -> int:
     """The HTTP status that `code` is answered with."""
     return _CLASSES[code].status

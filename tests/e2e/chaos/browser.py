@@ -79,7 +79,9 @@ class Browser:
         self.devtools("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.command("GET", "/screenshot")))
+        """The window, as WebP."""
+        found = self.devtools("Page.captureScreenshot", format="webp", quality=70)
+        file.write_bytes(base64.b64decode(found["data"]))
 
     def complaints(self) -> list[str]:
         """Errors that the page has written to its console since the last question."""

@@ -1,11 +1,12 @@
 """The dashboard as its user sees it: a real deployment in a headless Chromium.
 
-`SCREENSHOTS=FOLDER` keeps pictures of it.
+`SCREENSHOTS=FOLDER` keeps pictures of it: those of docs/images, and the same in the dark and narrow.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,20 +19,30 @@ from cluster import Cluster
 from tiny_model import VOCAB
 from under_load import under_load
 
+from segue.cli.commands.top_command import looks
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not browser.installed(), reason="chromium and chromedriver are not installed"),
 ]
 
+STATE = "return document.getElementById('state').innerText"
+ABOUT = "return document.getElementById('about').innerText"
 ROWS = "return [...document.querySelectorAll('#%s tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
-WIDTH, HEIGHT = 1200, 1500
+#: Roles of things that need a name.
+NAMED = {"button", "heading", "image", "region", "table"}
+WIDTH, HEIGHT = 1200, 1100
+#: What a name ends with, the window, and whether it is dark.
+PICTURES = (("", WIDTH, HEIGHT, False), ("-dark", WIDTH, HEIGHT, True), ("-narrow", 380, 2400, True))
 
 
 def picture(page: Browser, name: str) -> None:
-    folder = os.environ.get("SCREENSHOTS")
-    if folder:
-        page.screenshot(Path(folder) / f"{name}.png")
+    if folder := os.environ.get("SCREENSHOTS"):
+        for ends, width, height, dark in PICTURES:
+            page.size(width, height, dark=dark)
+            page.screenshot(Path(folder) / f"dashboard-{name}{ends}.webp")
+        page.size(WIDTH, HEIGHT)
 
 
 def test_a_user_sees_the_fleet_under_load_and_a_killed_instance(tiny: Path, tmp_path: Path) -> None:
@@ -47,13 +58,14 @@ def use(page: Browser, cluster: Cluster, asks: list[traffic.Ask]) -> None:
     """All that a user does with the page."""
     page.size(WIDTH, HEIGHT)
     page.open(f"{cluster.url}/dashboard")
-    page.until("return document.getElementById('state').innerText", lambda text: text == "ready")
+    page.until(STATE, lambda text: text == "ready")
     rows = page.until(ROWS % "replicas", lambda rows: len(rows) == 3)
     assert [row[1:5] for row in rows] == [
         ["decode", "serving", "0", "0"],
         ["decode", "serving", "0", "0"],
         ["prefill", "serving", "0", "0"],
     ]
+    page.until("return document.getElementById('window').innerText", lambda text: "last" in text)
     picture(page, "idle")
 
     async def act(load: soak_kills.Traffic) -> None:
@@ -63,7 +75,7 @@ def use(page: Browser, cluster: Cluster, asks: list[traffic.Ask]) -> None:
     report = asyncio.run(under_load(cluster.url, asks, act, clients=32, rest=dict))
     assert report.failed == {}
     # The page still lives from its events after all of this.
-    page.until("return document.getElementById('state').innerText", lambda text: text == "ready")
+    page.until(STATE, lambda text: text == "ready")
     assert page.complaints() == []
 
 
@@ -81,7 +93,25 @@ def look(page: Browser, cluster: Cluster) -> None:
     assert drawing.startswith("1 frontends, 1 prefill instances, 2 decode")
     picture(page, "streams")
 
-    # By keyboard alone: from the first button of the list to a timeline and back.
+    # A screen reader has a name for each thing that it can name.
+    nodes = page.devtools("Accessibility.getFullAXTree")["nodes"]
+    named = [(node["role"]["value"], node["name"]["value"]) for node in nodes if "name" in node]
+    assert {role for role, name in named if role in NAMED and name} == NAMED
+    assert [role for role, name in named if role in NAMED and not name] == []
+
+    # By keyboard alone: the page pauses, while others look on, and resumes.
+    page.run("document.activeElement.blur()")
+    page.keys(TAB + ENTER)
+    page.until(STATE, lambda text: text == "paused")
+    shown = page.run(ABOUT)
+    with contextlib.closing(looks(cluster.url, {})) as others:
+        for _ in range(3):
+            next(others)
+    assert (page.run(STATE), page.run(ABOUT)) == ("paused", shown)
+    page.keys(ENTER)
+    page.until(STATE, lambda text: text == "ready")
+
+    # From the first button of the list to a timeline and back.
     page.until(ROWS % "requests", lambda rows: len(rows) > 3)
     page.run("document.querySelector('[data-request]').focus()")
     name = page.run("return document.activeElement.dataset.request")
@@ -94,6 +124,7 @@ def look(page: Browser, cluster: Cluster) -> None:
     picture(page, "timeline")
     page.keys(ENTER)
     page.until("return !document.getElementById('life').open")
+    assert page.run("return document.activeElement.dataset.request"), "the focus is in the list again"
     for _ in range(5):  # of the two that the list had, one may have ended between the keys
         page.until(ROWS % "requests", lambda rows: len(rows) > 3)
         page.run("document.querySelector('[data-request]').focus()")
@@ -108,7 +139,6 @@ def look(page: Browser, cluster: Cluster) -> None:
     widths = page.run("return [document.scrollingElement.scrollWidth, innerWidth]")
     assert widths[0] <= widths[1]
     assert page.run("return getComputedStyle(document.body).backgroundColor") != light
-    picture(page, "narrow-dark")
     page.size(WIDTH, HEIGHT)
 
     # A killed instance is seen as one, and the rest goes on.

@@ -10,6 +10,7 @@ import pytest
 from segue.kv.errors import ErrorCode, PeerLost
 from segue.kv.ids import LeaderId, Role, new_incarnation
 from segue.server.fleet.fleet_view import (
+    MAX_LATEST,
     WINDOW_S,
     Distribution,
     Window,
@@ -115,10 +116,11 @@ def test_a_replica_has_one_state(load: dict[str, Any], state: str) -> None:
 def test_a_replica_shows_its_load_and_its_pages() -> None:
     one = replica(pages_quarantined=1, running=3)
     one.listed = False
+    one.running = dict.fromkeys(("a", "b"))  # type: ignore[arg-type]
     decode, prefill = replica_views([one, replica(Role.DECODE)])
     assert (decode.role, prefill.role) == (Role.DECODE, Role.PREFILL)
     assert prefill.state == "left the registry"
-    assert (prefill.running, prefill.waiting) == (3, 2)
+    assert (prefill.running, prefill.waiting, prefill.here) == (3, 2, 2)
     assert prefill.pages == {"used": 2, "free": 5, "quarantined": 1}
 
 
@@ -146,6 +148,7 @@ def test_links_are_named_as_the_replicas_are() -> None:
     [link] = link_views([row])
     assert (link.prefill, link.decode) == (replica_views([prefill])[0].name, str(decode))
     assert (link.transport, link.succeeded, link.failed) == ("tcp", 3, 1)
+    assert (link.bytes_per_s, link.nbytes) == (2e9, 7)
 
 
 def record(name: str, role: str, **more: Any) -> RequestRecord:
@@ -164,8 +167,10 @@ def test_requests_that_go_on_come_first_and_errors_say_the_latest_text() -> None
     assert [view.request_id for view in views] == ["now", "call-4", "call-3", "call-2"]
     assert [view.ago_s for view in views] == [None, 3.0, 3.0, 3.0]
     assert views[0].what == "7 tokens in, 2 out"
+    assert len(request_views(live * MAX_LATEST, ended, now=15.0)) == MAX_LATEST
     errors = error_views({"ok": 3, "PEER_LOST": 4, "OUT_OF_CAPACITY": 9}, views)
     assert [(error.code, error.count, error.text) for error in errors] == [
         ("OUT_OF_CAPACITY", 9, ""),
         ("PEER_LOST", 4, "lost 4"),
     ]
+    assert errors[0].meaning == "No memory, slot or credit was free in time."

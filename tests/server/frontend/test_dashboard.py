@@ -6,7 +6,9 @@ import base64
 import contextlib
 import hashlib
 import re
+import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from conftest import DEADLINE_S, FakeBackend, Running, serve
 from segue.cli.commands.top_command import looks
 from segue.cli.main import main
 from segue.kv.errors import ConfigError, PeerLost, SegueError, Starting
+from segue.kv.ids import Role, new_incarnation
 from segue.server.fleet.life import DatedRecord, Life
 from segue.server.fleet.operator import Row
 from segue.server.frontend import dashboard
@@ -43,6 +46,7 @@ class Fleet:
         self.asked = threading.Semaphore(0)
         self.left = threading.Semaphore(0)
         self.trouble: SegueError | None = None
+        self.rows: list[Row] = []
         self.broken = False
 
     def live(self, count: int) -> list[RequestRecord]:
@@ -66,7 +70,7 @@ class Fleet:
         self.asked.release()
         if self.trouble is not None:
             raise self.trouble
-        return []
+        return self.rows
 
     async def explain(self, request_id: str) -> Life:
         known = RequestRecord(request_id=request_id, where="frontend http", began=1.0, seconds=2.0)
@@ -91,11 +95,20 @@ def watched(backend: FakeBackend, tokenizer: ModelTokenizer, fleet: Fleet) -> It
 
 
 def test_a_viewer_gets_looks_and_its_leaving_ends_them(watched: Running, fleet: Fleet) -> None:
+    for name, role in (("call", "http"), ("call-0", "frontend")):
+        began = time.monotonic() - 60
+        fleet.records.put(
+            RequestRecord(
+                request_id=name, where="", role=role, began=began, seconds=1.0, facts={"status": 200}
+            )
+        )
     views = looks(watched.url, {})
     first, second = next(views), next(views)
     assert (first.model, first.frontend, first.answering) == ("tiny", "frontend 0123abcd", 3)
     assert (first.ready, first.reason) == (False, "nobody is here")
+    assert [(request.request_id, request.what) for request in first.requests] == [("call", "HTTP 200")]
     assert second.uptime_s > first.uptime_s
+    assert 0 == first.window_s < second.window_s < 60
     assert fleet.asked.acquire(timeout=DEADLINE_S)
     views.close()
     assert fleet.left.acquire(timeout=DEADLINE_S)
@@ -120,7 +133,29 @@ def test_a_registry_that_is_away_is_said_and_ends_nothing(watched: Running, flee
     fleet.trouble = PeerLost("the registry is away")
     views = looks(watched.url, {})
     assert any("the registry is away" in view.trouble for view, _ in zip(views, range(5), strict=False))
+    fleet.trouble = None
+    assert any(view.trouble == "" for view, _ in zip(views, range(200), strict=False))
     views.close()
+
+
+def test_frontends_that_instances_know_are_shown(watched: Running, fleet: Fleet) -> None:
+    name = new_incarnation()
+    sight = SimpleNamespace(frontends=[name], pairs=[])
+    row = partial(SimpleNamespace, role=Role.PREFILL, instance="i", dp_rank=0)
+    fleet.rows = [row(sight=sight), row(sight=None)]  # type: ignore[list-item]
+    views = looks(watched.url, {})
+    assert any(view.frontends == [str(name)[:8]] for view, _ in zip(views, range(200), strict=False))
+    views.close()
+
+
+def test_a_viewer_that_reads_nothing_is_cut(
+    watched: Running, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "STALL_S", 0.2)
+    fleet.membership.name = "x" * 2**21
+    with socket.create_connection(("127.0.0.1", watched.port)) as silent:
+        silent.sendall(b"GET /dashboard/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert fleet.left.acquire(timeout=DEADLINE_S)
 
 
 def test_a_bug_in_a_look_is_said_to_its_viewers(watched: Running, fleet: Fleet) -> None:
@@ -172,7 +207,7 @@ def test_the_page_runs_its_own_script_alone(watched: Running) -> None:
         [text] = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}'" in policy
-    assert "default-src 'none'" in policy
+    assert "default-src 'none'; connect-src 'self'; frame-ancestors 'none'" in policy
     # It takes nothing from elsewhere; the name of SVG's elements is no address.
     addresses = set(re.findall(r"https?://[^\"'\s]+", answer.text))
     assert addresses == {"http://www.w3.org/2000/svg"}
@@ -202,6 +237,9 @@ def test_a_browser_shows_the_key_as_a_password(
         assert models.headers["www-authenticate"] == "Bearer"
         with pytest.raises(SegueError, match="401"):
             next(looks(running.url, {}))
+        views = looks(running.url, {"Authorization": f"Bearer {KEY}"})
+        assert next(views).model == "tiny"
+        views.close()
 
 
 def test_top_prints_one_look(watched: Running, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:

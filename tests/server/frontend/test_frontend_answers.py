@@ -33,6 +33,7 @@ from segue.server.observe.metrics import Metrics
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODIES = {CHAT: chat(max_tokens=3), TEXT: {"prompt": "the", "max_tokens": 3}}
+INFERENCE = ("chat", "segue", "tiny")
 LEAVES = [leaf for leaf in SegueError.__subclasses__() if leaf.__name__ != "ConfigError"]
 KINDS = {
     400: "invalid_request_error",
@@ -310,7 +311,7 @@ def test_a_stop_string_ends_the_work_also_where_the_client_is_behind(tokenizer: 
     metrics = Metrics()
 
     async def main() -> None:
-        meter = Meter(metrics, time.monotonic, 0.0)
+        meter = Meter(metrics, time.monotonic, 0.0, INFERENCE)
         async with asyncio.timeout(DEADLINE_S):
             await generate(backend, [sample], meter, take, budget_s=1)  # type: ignore[arg-type]
 
@@ -333,8 +334,9 @@ def test_a_bug_in_one_sample_ends_the_work_of_all(tokenizer: ModelTokenizer) -> 
             raise ZeroDivisionError
 
     async def main() -> None:
+        meter = Meter(Metrics(), time.monotonic, 0.0, INFERENCE)
         with pytest.raises(ZeroDivisionError):
-            await generate(backend, samples, Meter(Metrics(), time.monotonic, 0.0), take, budget_s=1)  # type: ignore[arg-type]
+            await generate(backend, samples, meter, take, budget_s=1)  # type: ignore[arg-type]
         assert sorted(backend.cancelled) == ["r0", "r1", "r2"], "by the time that the request is answered"
 
     asyncio.run(main())

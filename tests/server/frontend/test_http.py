@@ -10,6 +10,8 @@ from typing import Any
 
 import openai
 import pytest
+from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
+from opentelemetry.semconv.metrics import http_metrics
 
 from conftest import CONTEXT, DEADLINE_S, FakeBackend, Running, serve
 from segue.engine.request import RankHints
@@ -26,6 +28,15 @@ from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.observe import logs
 
 HI = [{"role": "user", "content": "hi"}]
+#: Attributes of OpenTelemetry's metrics.
+_HTTP = {
+    "http.request.method",
+    "http.route",
+    "http.response.status_code",
+    "url.scheme",
+    "error.type",
+}
+_INFERENCE = {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model"}
 
 
 def chat(**kw: Any) -> dict[str, Any]:
@@ -387,6 +398,44 @@ def test_lesson_24_every_metric_of_the_door_moves(door: Running, backend: FakeBa
     assert door.metric("segue_aborts_total", reason="error") == 1
     assert door.metric("segue_generations_running") == door.metric("segue_generations_waiting") == 0
     assert "segue_ready 1.0" in door.http.get("/metrics").text
+
+
+def test_http_and_inference_have_the_metrics_of_opentelemetry_s_conventions(
+    door: Running, backend: FakeBackend
+) -> None:
+    door.post("/v1/completions", {"prompt": "the", "max_tokens": 3})
+    door.post("/v1/completions", {"prompt": "the", "max_tokens": 0})
+    door.post("/tokenize", {"prompt": "the answer"})
+    backend.refuse = TransferFailed("broken")
+    door.post("/v1/completions", {"prompt": "the", "max_tokens": 3})
+    names = {
+        f"{name.replace('.', '_')}_seconds": {attribute.replace(".", "_") for attribute in attributes}
+        for name, attributes in (
+            (http_metrics.HTTP_SERVER_REQUEST_DURATION, _HTTP),
+            (gen_ai_metrics.GEN_AI_SERVER_REQUEST_DURATION, {*_INFERENCE, "error.type"}),
+            (gen_ai_metrics.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, _INFERENCE),
+            (gen_ai_metrics.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN, _INFERENCE),
+        )
+    }
+    found: dict[str, list[list[str]]] = {name: [] for name in names}
+    for family in door.on_loop(lambda: list(door.door.metrics.registry.collect())):
+        for sample in family.samples if family.name in found else ():
+            if sample.name.endswith("_count"):
+                assert sample.labels.keys() == names[family.name]
+                found[family.name].append([*sample.labels.values(), sample.value])
+    completions = ["POST", "/v1/completions"]
+    inference = ["text_completion", "segue", "tiny"]
+    assert list(found.values()) == [
+        [
+            [*completions, "200", "http", "", 1],
+            [*completions, "400", "http", "", 1],
+            ["POST", "/tokenize", "200", "http", "", 1],
+            [*completions, "503", "http", "TRANSFER_FAILED", 1],
+        ],
+        [[*inference, "", 1], [*inference, "TRANSFER_FAILED", 1]],
+        [[*inference, 1]],
+        [[*inference, 1]],
+    ]
 
 
 # ---- failures --------------------------------------------------------------------------------------

@@ -78,15 +78,33 @@ def test_the_last_word_on_usage_and_times_counts() -> None:
 def test_a_sample_leaves_the_gauge_that_it_is_counted_in_and_only_a_complete_one_has_a_duration(
     begun: bool, complete: bool
 ) -> None:
-    metrics = Metrics()
-    meter = Meter(metrics, lambda: 5.0, 1.0)
+    metrics, sample = Metrics(), letters()
+    meter = Meter(metrics, lambda: 5.0, 1.0, ("chat", "segue", "m"))
     meter.enter()
     if begun:
-        meter.first(letters())
-    meter.end(letters(), begun=begun, complete=complete)
+        meter.first(sample)
+    meter.end(sample, complete=complete)
     value = metrics.registry.get_sample_value
     assert value("segue_generations_running") == value("segue_generations_waiting") == 0
     assert value("segue_e2e_seconds_count") == int(complete)
+
+
+@pytest.mark.parametrize(("tokens", "each"), [(4, 2.0), (1, None)])
+def test_times_of_an_inference_are_from_the_request_to_its_first_token_and_of_each_further_one(
+    tokens: int, each: float | None
+) -> None:
+    metrics, sample = Metrics(), letters()
+    clock = iter((3.0, 9.0))
+    meter = Meter(metrics, clock.__next__, 1.0, ("chat", "segue", "m"))
+    meter.enter()
+    meter.first(sample)
+    sample.tokens = tokens
+    meter.end(sample, complete=True)
+    names = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+    labels = dict(zip(names, ("chat", "segue", "m"), strict=True))
+    value = metrics.registry.get_sample_value
+    assert value("gen_ai_server_time_to_first_token_seconds_sum", labels) == 2.0
+    assert value("gen_ai_server_time_per_output_token_seconds_sum", labels) == each
 
 
 def test_a_stop_string_that_is_found_at_the_end_keeps_the_token_that_ended_the_answer() -> None:

@@ -208,7 +208,7 @@ def test_a_request_that_waited_shows_where(made: Cluster, capsys: pytest.Capture
     began = {name: part["record"]["began"] + at_s for name, at_s, *_ in part["record"]["steps"]}
     assert began["prefill"] >= released
     [said] = [text for name, _, *text in part["record"]["steps"] if name == "prefill"]
-    assert said == ["of 1, 0 of them older; priority 0"]
+    assert said == ["chosen of 1 waiting, 0 of them older; priority 0"]
     [part] = of(life, "decode")
     seen = {name: at_s for name, at_s, *_ in part["record"]["steps"]}
     assert seen["ready"] - seen["reserve"] > 0

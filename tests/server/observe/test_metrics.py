@@ -1,4 +1,5 @@
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from segue.engine.request import Usage
@@ -17,13 +18,14 @@ def samples(metrics: Metrics) -> dict[str, float]:
     return out
 
 
-def test_a_quick_histogram_is_what_prometheus_makes_of_the_same_values() -> None:
+@pytest.mark.parametrize("labels", [(), ("a", "b")])
+def test_a_quick_histogram_is_what_prometheus_makes_of_the_same_values(labels: tuple[str, ...]) -> None:
     bounds, registry = (1, 8, 16.5), CollectorRegistry()
-    ours = QuickHistogram("ours", "text", bounds, registry)
-    theirs = Histogram("theirs", "text", buckets=bounds, registry=registry)
+    ours = QuickHistogram("ours", "text", bounds, registry, labels)
+    theirs = Histogram("theirs", "text", labels, buckets=bounds, registry=registry)
     for value in (0, 1, 1.5, 8, 8, 16.5, 17, 1e9):  # also those that are a bound
-        ours.observe(value)
-        theirs.observe(value)
+        (ours.labels("x", "y") if labels else ours).observe(value)
+        (theirs.labels("x", "y") if labels else theirs).observe(value)
     shown = [
         [(s.name.partition("_")[2], s.labels, s.value) for s in family.samples if "created" not in s.name]
         for family in registry.collect()

@@ -114,6 +114,7 @@ def test_what_is_not_sampled_or_not_traced_is_not_exported(
 ) -> None:
     exporter = made()
     assert exporter.context(PARENT[:-1] + "0").endswith("-00")
+    assert exporter.below(PARENT[:-1] + "0").endswith("-00")
     exporter.on_record(record(traceparent=PARENT[:-1] + "0"))
     exporter.on_record(record())
     exporter.on_record(record(traceparent="nonsense"))

@@ -163,9 +163,9 @@ def test_a_request_that_cannot_start_keeps_its_count_and_the_next_one_is_passed(
     made.add(waiting(20, priority=-1))
     assert list(made)[:2] == [stuck, low]
     assert made.start(low, lambda state: state is not stuck) == (
-        "of 3, 1 of them older, after 40 tokens of others had passed it"
+        "chosen of 3 waiting, 1 of them older, after 40 tokens of others had passed it"
     )
-    assert made.start(stuck) == "of 2, the oldest, after 40 tokens of others had passed it"
+    assert made.start(stuck) == "chosen of 2 waiting, the oldest, after 40 tokens of others had passed it"
 
 
 def test_what_is_known_of_tenants_is_bounded_and_forgotten_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +188,8 @@ def test_of_tenants_the_one_that_came_longest_ago_is_forgotten_first(monkeypatch
 def test_it_is_said_how_a_request_came_to_its_turn() -> None:
     first, second = waiting(7, priority=1, tenant="a"), waiting(5, priority=0)
     made = queue(first, second)
-    assert made.start(second) == "of 2, 1 of them older; priority 0"
-    assert made.start(first) == "of 1, 0 of them older; priority 1, tenant a"
+    assert made.start(second) == "chosen of 2 waiting, 1 of them older; priority 0"
+    assert made.start(first) == "chosen of 1 waiting, 0 of them older; priority 1, tenant a"
 
 
 def test_what_has_passed_the_oldest_counts_anew_for_the_next_one() -> None:

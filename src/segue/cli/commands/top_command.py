@@ -21,7 +21,8 @@ from segue.server.fleet.fleet_view import LOOK_S, PATH, FleetView, Percentiles, 
 SILENT_S = 30 * LOOK_S
 MAX_EVENT_BYTES = 4 << 20
 _STYLES = {"serving": "green", "no session": "red"}
-_BAR = 24
+#: A line of an instance fits a terminal of 80 columns.
+_BAR = 8
 
 
 def top(args: argparse.Namespace) -> int:
@@ -95,12 +96,12 @@ def shown(view: FleetView) -> RenderableType:
     )
     waiting = sum(replica.waiting for replica in view.replicas)
     now = Text(
-        f"{view.answering} generations, {waiting} waiting at instances; in the last {view.window_s:.0f} s "
+        f"{view.answering} generations, {waiting} waiting; in the last {view.window_s:.0f} s "
         f"{view.requests_per_s:.1f} requests/s, {view.tokens_per_s:.1f} tokens/s"
     )
     times = Text(
-        f"first token p50/p90/p99 {_times(view.ttft_ms)}, between tokens {_times(view.itl_ms)}; "
-        "means of the first token's parts: "
+        f"first token p50/p90/p99 {_times(view.ttft_ms)}, between tokens {_times(view.itl_ms)}\n"
+        "first token's parts (means): "
         + (", ".join(f"{name} {ms:.1f} ms" for name, ms in view.ttft_parts_ms.items()) or "none")
     )
     parts: list[RenderableType] = [head, now, times, _replicas(view.replicas)]
@@ -120,7 +121,7 @@ def _times(found: Percentiles | None) -> str:
 
 def _table(*columns: str, numbers: int) -> Table:
     """A table whose last `numbers` columns are figures."""
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for at, name in enumerate(columns):
         made.add_column(name, justify="right" if at >= len(columns) - numbers else "left")
     return made
@@ -148,7 +149,7 @@ def _bar(used: int, quarantined: int, total: int) -> Text:
         return Text("")
     first, second = -(-used * _BAR // total), -(-quarantined * _BAR // total)
     return Text.assemble(
-        ("█" * first, "blue"), ("█" * second, "red"), ("░" * max(0, _BAR - first - second), "dim")
+        ("█" * first, "blue"), ("▓" * second, "red"), ("░" * max(0, _BAR - first - second), "dim")
     )
 
 
@@ -174,7 +175,7 @@ def _requests(view: FleetView) -> Table:
 def _errors(view: FleetView) -> Table:
     table = _table("ERROR", "THE LATEST", "REQUESTS", numbers=1)
     for each in view.errors:
-        text = Text(each.text)
+        text = Text(each.text or each.meaning)
         text.truncate(100, overflow="ellipsis")
         table.add_row(Text(each.code, "red"), text, str(each.count))
     return table

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from segue.kv import Role
+from segue.kv import ErrorCode, Role, meaning_of
 from segue.server.fleet.operator import Row, pairs
 from segue.server.fleet.replica import Replica
 from segue.server.messages.records import RequestRecord
-from segue.server.observe.metrics import PHASES, Metrics
+from segue.server.observe.metrics import Metrics
+from segue.server.schedulers.request_figures import Buckets
 
 PATH = "/dashboard"
 #: Time between two looks.
@@ -76,10 +78,12 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorView(msgspec.Struct, frozen=True):
-    """The number of requests that ended with `code` since the start, and the text of the latest."""
+    """The number of requests that ended with `code` since the start, its meaning, and the text of the
+    latest."""
 
     code: str
     count: int
+    meaning: str
     text: str
 
 
@@ -131,11 +135,6 @@ class Totals:
 
 def totals(metrics: Metrics, now: float) -> Totals:
     """The counts of `metrics` as they are."""
-    parts = {phase: [0.0, 0.0] for phase in PHASES}
-    for sample in _samples(metrics.handoff.collect()):
-        at = {"segue_handoff_seconds_sum": 0, "segue_handoff_seconds_count": 1}.get(sample.name)
-        if at is not None:
-            parts[sample.labels["phase"]][at] = sample.value
     outcomes: dict[str, int] = {}
     for sample in _samples(metrics.requests.collect()):
         if sample.name == "segue_requests_total":
@@ -144,9 +143,9 @@ def totals(metrics: Metrics, now: float) -> Totals:
     tokens = [s.value for s in _samples(metrics.output_tokens.collect()) if s.name.endswith("_total")]
     return Totals(
         at_s=now,
-        ttft=_distribution(metrics.ttft.collect()),
-        itl=_distribution(metrics.itl.collect()),
-        parts={phase: (seconds, count) for phase, (seconds, count) in parts.items()},
+        ttft=_distribution(metrics.ttft.labels()),
+        itl=_distribution(metrics.itl.labels()),
+        parts={phase: (each.total, sum(each.counts)) for (phase,), each in metrics.handoff.series.items()},
         tokens=sum(tokens),
         outcomes=outcomes,
     )
@@ -157,9 +156,8 @@ def _samples(found: Iterable[Metric]) -> Iterator[Sample]:
         yield from metric.samples
 
 
-def _distribution(found: Iterable[Metric]) -> Distribution:
-    buckets = [s for s in _samples(found) if s.name.endswith("_bucket")]
-    return Distribution(tuple(float(s.labels["le"]) for s in buckets), tuple(s.value for s in buckets))
+def _distribution(buckets: Buckets) -> Distribution:
+    return Distribution(tuple(buckets.bounds), tuple(accumulate(buckets.counts)))
 
 
 class Window:
@@ -293,4 +291,8 @@ def error_views(outcomes: dict[str, int], requests: Sequence[RequestView]) -> li
     """Errors since the start, the most frequent first."""
     told = {view.code: view.text for view in reversed(requests) if view.code}
     counts = sorted(outcomes.items(), key=lambda item: -item[1])
-    return [ErrorView(code, count, told.get(code, "")) for code, count in counts if code != "ok" and count]
+    return [
+        ErrorView(code, count, meaning_of(ErrorCode(code)), told.get(code, ""))
+        for code, count in counts
+        if code != "ok" and count
+    ]

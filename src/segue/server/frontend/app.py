@@ -87,14 +87,14 @@ from segue.server.frontend.responses_api import (
     chat_of_responses,
 )
 from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults
-from segue.server.frontend.span_attributes import inference_attributes
+from segue.server.frontend.span_attributes import PROVIDER, inference_attributes, operation_of
 from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
 from segue.server.frontend.trace_context import TraceContext, passed_on, traceparent_of
 from segue.server.http.readiness import readiness
 from segue.server.messages.records import InnerSpan, Records, RequestRecord, Step
 from segue.server.observe.integrity_report import NodeState, busy, process_facts
 from segue.server.observe.logs import about
-from segue.server.observe.metrics import CONTENT_TYPE, Metrics
+from segue.server.observe.metrics import CONTENT_TYPE, Inference, Metrics
 from segue.server.settings.shared_config import AccessConfig
 
 log = logging.getLogger("segue.frontend")
@@ -209,17 +209,15 @@ class OpenAIServer:
         work: Callable[[HttpCall, float], Awaitable[None]],
     ) -> None:
         """Run `work` for one request; its failure becomes this request's answer and nothing else."""
-        call = HttpCall(scope, receive, RequestMemory(self.memory))
+        call = HttpCall(scope, receive, RequestMemory(self.memory), endpoint)
         call.trace = self.trace(traceparent_of(scope))
         try:
-            await self._answer(call, endpoint, work)
+            await self._answer(call, work)
             await call.taken(stall_s=self.settings.stall_s)
         finally:
             call.held.set(0)
 
-    async def _answer(
-        self, call: HttpCall, endpoint: str, work: Callable[[HttpCall, float], Awaitable[None]]
-    ) -> None:
+    async def _answer(self, call: HttpCall, work: Callable[[HttpCall, float], Awaitable[None]]) -> None:
         """See `serve`; the client may not have read its answer yet."""
         started = time.monotonic()
         self._calls.add(call)
@@ -243,22 +241,29 @@ class OpenAIServer:
         if error is not None:
             call.held.set(0)
             await call.fail(error)
-        self._record(call, endpoint, error, started)
+        self._record(call, error, started)
 
-    def _record(self, call: HttpCall, endpoint: str, error: SegueError | None, started: float) -> None:
-        seconds = time.monotonic() - started
-        if call.planned_at:
-            self.records.put(_record_of(call, endpoint, error, started, seconds))
+    def _record(self, call: HttpCall, error: SegueError | None, started: float) -> None:
+        seconds, endpoint = time.monotonic() - started, call.endpoint
         code = error.info.code if error else None
         if call.gone:
             code = ErrorCode.ABORTED_BY_CLIENT
+        name = "" if code is None else code.value
+        if call.planned_at:
+            self.records.put(_record_of(call, error, started, seconds))
+            self.metrics.inference.labels(*self.inference(call), name).observe(seconds)
         self.metrics.finished(endpoint, code)
+        self.metrics.http.labels(*call.http_labels(name)).observe(seconds)
         if code is not None and code is not ErrorCode.INVALID_REQUEST:
             text = error.info.text if error else ""
             parts = endpoint, call.status, seconds, code, text
             log.warning(_ANSWERED + " code=%s reason=%r", *parts, extra=about(call.id))
         else:
             log.info(_ANSWERED, endpoint, call.status, seconds, extra=about(call.id))
+
+    def inference(self, call: HttpCall) -> Inference:
+        """The labels of its inference."""
+        return operation_of(call.endpoint), PROVIDER, self.settings.model
 
     async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, bytes]:
         """The decoded body, and as it came."""
@@ -440,7 +445,7 @@ class OpenAIServer:
         if call.trace.child:
             for sample in plan.samples:
                 sample.request = msgspec.structs.replace(sample.request, traceparent=call.trace.child)
-        meter = Meter(self.metrics, time.monotonic, started)
+        meter = Meter(self.metrics, time.monotonic, started, self.inference(call))
         if call.trace.span:
             call.inference = partial(inference_attributes, plan, meter, call.planned_at)
         async with asyncio.timeout(budget_s + self.settings.grace_s):
@@ -637,9 +642,7 @@ class OpenAIServer:
         return response
 
 
-def _record_of(
-    call: HttpCall, endpoint: str, error: SegueError | None, started: float, seconds: float
-) -> RequestRecord:
+def _record_of(call: HttpCall, error: SegueError | None, started: float, seconds: float) -> RequestRecord:
     """One HTTP request that was placed, whole; its samples have records of their own."""
     return RequestRecord(
         request_id=call.id,
@@ -647,20 +650,20 @@ def _record_of(
         role="http",
         began=started,
         seconds=seconds,
-        steps=[Step(f"read {endpoint}", 0.0), Step("generate", call.planned_at - started)],
+        steps=[Step(f"read {call.endpoint}", 0.0), Step("generate", call.planned_at - started)],
         facts={"status": call.status},
         error=error.info if error is not None else _GONE if call.gone else None,
         traceparent=call.trace.parent,
         span=call.trace.span,
         attributes=call.http_attributes() if call.trace.span else {},
-        inner=_inference(call, endpoint, call.planned_at - started),
+        inner=_inference(call, call.planned_at - started),
     )
 
 
-def _inference(call: HttpCall, endpoint: str, at_s: float) -> InnerSpan | None:
+def _inference(call: HttpCall, at_s: float) -> InnerSpan | None:
     if call.inference is None:
         return None
-    operation = "text_completion" if endpoint == "completions" else "chat"
+    operation = operation_of(call.endpoint)
     attributes = {"gen_ai.operation.name": operation, **call.inference()}
     name = f"{operation} {attributes['gen_ai.request.model']}"
     return InnerSpan(span=call.trace.child, name=name, at_s=at_s, attributes=attributes)

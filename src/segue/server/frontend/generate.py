@@ -14,7 +14,7 @@ from segue.server.frontend.detokenize import Detokenizer, StopStrings
 from segue.server.frontend.params import Text
 from segue.server.frontend.request_memory import LOGPROB_BYTES, TOKEN_BYTES
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.observe.metrics import Metrics
+from segue.server.observe.metrics import Inference, Metrics
 
 
 @dataclass(slots=True)
@@ -45,6 +45,8 @@ class Sample:
         self.usage = Usage()
         self.finish: FinishReason | None = None
         self.timeline: dict[str, float] = {}
+        #: When its first token came, on the meter's clock; 0 before.
+        self.first_at = 0.0
         self._detokenizer = Detokenizer(tokenizer, skip_special=text.skip_special)
         self._stops = StopStrings(text.stops, include=text.include_stop)
         self._keep_stop_token = text.include_stop
@@ -110,12 +112,15 @@ class Sample:
 
 
 class Meter:
-    """The times and counts of one HTTP request's samples, as metrics."""
+    """The times and counts of one HTTP request's samples, as metrics; `inference` has its labels."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float], started: float) -> None:
+    def __init__(
+        self, metrics: Metrics, clock: Callable[[], float], started: float, inference: Inference
+    ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._started = started
+        self._inference = inference
         #: When the first token of any sample came, on the clock; 0 before.
         self.first_at = 0.0
 
@@ -126,6 +131,7 @@ class Meter:
     def first(self, sample: Sample) -> float:
         m, now = self._metrics, self._clock()
         self.first_at = self.first_at or now
+        sample.first_at = now
         m.waiting.dec()
         m.running.inc()
         m.ttft.observe(now - self._started)
@@ -139,9 +145,9 @@ class Meter:
         self._metrics.itl.observe(now - last)
         return now
 
-    def end(self, sample: Sample, *, begun: bool, complete: bool) -> None:
-        m = self._metrics
-        (m.running if begun else m.waiting).dec()
+    def end(self, sample: Sample, *, complete: bool) -> None:
+        m, first_at = self._metrics, sample.first_at
+        (m.running if first_at else m.waiting).dec()
         m.output_tokens.inc(sample.tokens)
         if sample.timeline:
             m.timeline(sample.timeline)
@@ -150,7 +156,12 @@ class Meter:
         if sample.usage.decode_cached:
             m.cached_tokens.labels("decode").inc(sample.usage.decode_cached)
         if complete:
-            m.e2e.observe(self._clock() - self._started)
+            now, inference = self._clock(), self._inference
+            m.e2e.observe(now - self._started)
+            m.inference_first.labels(*inference).observe(first_at - self._started)
+            if sample.tokens > 1:
+                each_s = (now - first_at) / (sample.tokens - 1)
+                m.inference_each.labels(*inference).observe(each_s)
 
     def enter(self) -> None:
         self._metrics.waiting.inc()
@@ -226,4 +237,4 @@ async def _one(
             text = "the client left" if reason == "client" else "the request failed"
             backend.cancel(request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text=text))
             meter.abort(reason)
-        meter.end(sample, begun=last is not None, complete=reason in (None, "stop_string"))
+        meter.end(sample, complete=reason in (None, "stop_string"))

@@ -60,10 +60,13 @@ CACHE_DOMAIN = "segue.cache_domain"
 
 
 class HttpCall:
-    """The exchange with one client. `gone` once it has left; `begun` once a status was sent."""
+    """The exchange with one client of `endpoint`. `gone` once it has left; `begun` once a status was sent."""
 
-    def __init__(self, scope: Scope, receive: Receive, held: RequestMemory | None = None) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, held: RequestMemory | None = None, endpoint: str = ""
+    ) -> None:
         self._scope = scope
+        self.endpoint = endpoint
         #: its part of the memory of requests
         self.held = RequestMemory(MemoryBudget(0)) if held is None else held
         self._receive = receive
@@ -176,6 +179,13 @@ class HttpCall:
             "network.protocol.version": scope["http_version"],
         }
         return found if self.gone else {**found, "http.response.status_code": self.status}
+
+    def http_labels(self, error: str) -> tuple[str, str, str, str, str]:
+        """The same as labels of a metric: method, route, status, scheme, error. `error` is the code with
+        which the request ended; a fault of the client is none of the server's."""
+        scope, status = self._scope, "" if self.gone else str(self.status)
+        fault = "" if status.startswith("4") else error
+        return scope["method"], scope["path"], status, scope["scheme"], fault
 
     def header(self, name: bytes) -> str | None:
         """The value of the client's header `name` (lower case), or None."""

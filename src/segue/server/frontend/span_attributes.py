@@ -6,6 +6,15 @@ from segue.server.frontend.generate import Meter
 from segue.server.frontend.plan import Plan
 from segue.server.messages.records import Attribute
 
+PROVIDER = "segue"
+#: Endpoints that take a text and no messages.
+_TEXT = frozenset({"completions", "generate"})
+
+
+def operation_of(endpoint: str) -> str:
+    """The `gen_ai.operation.name` of an endpoint that generates."""
+    return "text_completion" if endpoint in _TEXT else "chat"
+
 
 def inference_attributes(plan: Plan, meter: Meter, planned_at: float) -> dict[str, Attribute]:
     """The request's settings and the answer's counts so far. `planned_at` is when it was known what to
@@ -13,7 +22,7 @@ def inference_attributes(plan: Plan, meter: Meter, planned_at: float) -> dict[st
     answer, samples = plan.answer, plan.samples
     asked, usage = samples[0].request.sampling, answer.usage()
     found: dict[str, Attribute] = {
-        "gen_ai.provider.name": "segue",
+        "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": answer.shape.model,
         "gen_ai.response.model": answer.shape.model,
         "gen_ai.request.max_tokens": asked.max_tokens,

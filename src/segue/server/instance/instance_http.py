@@ -105,7 +105,7 @@ class StatusCollector(Collector):
             ("inter_token_latency", "Between two tokens of a request", figures.itl),
             ("e2e_request_latency", "Arrival here to the end, of requests that ended well", figures.e2e),
         ):
-            yield histogram(f"vllm:{name}_seconds", text, buckets, model)
+            yield histogram(f"vllm:{name}_seconds", text, names, {tuple(values): buckets})
         for name, text, count in (
             ("prompt_tokens", "Prompt tokens of requests with a first token", figures.prompt_tokens),
             ("generation_tokens", "Tokens generated", figures.output_tokens),
@@ -139,8 +139,8 @@ class StatusCollector(Collector):
             "segue_instance_handoff_transfer_seconds",
             "Transfer of the KV of one hand-off: at prefill from its first write to its last, at decode that "
             "of the slowest last chunk",
-            handoffs.transfer,
-            {},
+            (),
+            {(): handoffs.transfer},
         )
 
     def _own(self) -> Iterator[Metric]:

@@ -7,10 +7,10 @@ never from a client, so that the number of series is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -26,32 +26,64 @@ PHASES = ("queue", "bootstrap", "reserve", "prefill", "wire", "commit")
 
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
+#: Bounds that OpenTelemetry's semantic conventions give for their histograms, in seconds.
+_HTTP_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_INFERENCE_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_EACH_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+#: The labels of an inference, in the order of `Inference`.
+_INFERENCE = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+#: Their values.
+Inference = tuple[str, str, str]
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def histogram(name: str, text: str, buckets: Buckets, labels: Mapping[str, str]) -> HistogramMetricFamily:
-    """A histogram in prometheus' form."""
-    found = HistogramMetricFamily(name, text, labels=list(labels))
-    names = map(floatToGoString, buckets.bounds)
-    counted = list(zip(names, accumulate(buckets.counts), strict=True))
-    found.add_metric(list(labels.values()), counted, buckets.total)
+def histogram(
+    name: str, text: str, labels: Sequence[str], series: Mapping[tuple[str, ...], Buckets]
+) -> HistogramMetricFamily:
+    """A histogram in prometheus' form; each series by the values of its labels."""
+    found = HistogramMetricFamily(name, text, labels=labels)
+    for values, buckets in series.items():
+        names = map(floatToGoString, buckets.bounds)
+        counted = list(zip(names, accumulate(buckets.counts), strict=True))
+        found.add_metric(values, counted, buckets.total)
     return found
 
 
 class QuickHistogram(Collector):
-    """A histogram without labels for what happens with every request or token: prometheus's own takes locks
-    and a look at each bucket. Used on one thread."""
+    """A histogram for what happens with every request or token: prometheus's own takes locks and a look at
+    each bucket. Used on one thread."""
 
-    def __init__(self, name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
-        self._about = name, text
-        self._buckets = Buckets(buckets)
-        #: Record one more value.
-        self.observe = self._buckets.observe
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        buckets: tuple[float, ...],
+        registry: CollectorRegistry,
+        labels: tuple[str, ...] = (),
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = buckets
+        self._labelnames = labels
+        #: The values by those of the labels.
+        self.series: dict[tuple[str, ...], Buckets] = {}
+        if not labels:
+            #: Record one more value of a histogram without labels.
+            self.observe = self.labels().observe
         registry.register(self)
+
+    def labels(self, *values: str) -> Buckets:
+        """The series with these values of the labels."""
+        found = self.series.get(values)
+        if found is None:
+            found = self.series[values] = Buckets(self._bounds)
+        return found
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """The histogram in prometheus' form."""
-        yield histogram(*self._about, self._buckets, {})
+        yield histogram(self._name, self._text, self._labelnames, self.series)
 
 
 class Metrics:
@@ -66,8 +98,8 @@ class Metrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(name, text, labels, registry=registry)
 
-        def quick(name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
-            return QuickHistogram(name, text, buckets, registry)
+        def quick(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> QuickHistogram:
+            return QuickHistogram(name, text, buckets, registry, labels)
 
         self.requests = counter(
             "segue_requests",
@@ -112,12 +144,40 @@ class Metrics:
         self.ttft = quick("segue_ttft_seconds", "Request received to first token", SLOW_S)
         self.itl = quick("segue_itl_seconds", "Between two outputs of a generation", FAST_S)
         self.e2e = quick("segue_e2e_seconds", "Request received to last token", SLOW_S)
-        self.handoff = Histogram(
+        self.http = quick(
+            "http_server_request_duration_seconds",
+            "Duration of the requests that segue_requests counts, without those that showed no API key",
+            _HTTP_S,
+            "http_request_method",
+            "http_route",
+            "http_response_status_code",
+            "url_scheme",
+            "error_type",
+        )
+        self.inference = quick(
+            "gen_ai_server_request_duration_seconds",
+            "Request received to the end of its answer, of valid requests for tokens",
+            _INFERENCE_S,
+            *_INFERENCE,
+            "error_type",
+        )
+        self.inference_first = quick(
+            "gen_ai_server_time_to_first_token_seconds",
+            "Request received to first token, of generations that succeeded",
+            _FIRST_TOKEN_S,
+            *_INFERENCE,
+        )
+        self.inference_each = quick(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean time between two tokens of a generation that succeeded",
+            _EACH_TOKEN_S,
+            *_INFERENCE,
+        )
+        self.handoff = quick(
             "segue_handoff_seconds",
             "Parts of the time to first token, as the leaders measured them",
-            ["phase"],
-            buckets=FAST_S,
-            registry=registry,
+            FAST_S,
+            "phase",
         )
         self.replicas = gauge("segue_replicas", "Replicas with an open session", "role")
         self.ready = gauge("segue_ready", "1 while a request can complete")

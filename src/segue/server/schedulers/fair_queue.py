@@ -106,6 +106,6 @@ class FairQueue:
             self._passed[oldest] = self._passed.get(oldest, 0) + len(state.prompt)
         if passed >= self._passed_tokens:
             which = f"{older} of them older," if older else "the oldest,"
-            return f"of {count}, {which} after {passed} tokens of others had passed it"
+            return f"chosen of {count} waiting, {which} after {passed} tokens of others had passed it"
         tenant = f", tenant {state.request.tenant}" if state.request.tenant else ""
-        return f"of {count}, {older} of them older; priority {priority}{tenant}"
+        return f"chosen of {count} waiting, {older} of them older; priority {priority}{tenant}"
