@@ -278,7 +278,7 @@ _CLASSES: dict[ErrorCode, type[SegueError]] = {c.code: c for c in SegueError.__s
 
 
 def meaning_of(code: ErrorCode) -> str:
-    """What `code` says, in a sentence or two."""
+    """The meaning of `code`, in a sentence or two."""
     return " ".join((_CLASSES[code].__doc__ or "").replace("`", "").split())
 
 
