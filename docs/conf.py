@@ -30,6 +30,7 @@ NAVIGATION = {
     "Operate": {
         "Parts by hand": "docs/running",
         "Several hosts": "docs/hosts",
+        "Certificates": "docs/certificates",
         "Transports": "docs/transports",
         "Operating": "docs/operating",
         "Metrics": "docs/metrics",

@@ -7,6 +7,7 @@ volumes, probes, preStop hook and grace period are read from the manifest; this 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -326,11 +327,12 @@ class Cluster:
             time.sleep(0.1)
 
     def delete(self, pod: Pod, *, wait: bool = True) -> None:
-        """As the kubelet does: run the preStop hook, send SIGTERM, and SIGKILL after the grace period."""
+        """As the kubelet does: run the preStop hook, send SIGTERM, and SIGKILL after the grace period.
+        Nothing more happens to a pod that is leaving already."""
         with self._lock:
-            pod.leaving = True
-        thread = threading.Thread(target=self._end, args=(pod,), daemon=True)
-        thread.start()
+            leaving, pod.leaving = pod.leaving, True
+        if not leaving:
+            threading.Thread(target=self._end, args=(pod,), daemon=True).start()
         if wait:
             pod.ended.wait()
 
@@ -340,11 +342,16 @@ class Cluster:
         hook = pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
         said = ""
         if hook is not None:
-            done = self.run(pod, hook, grace_s)
-            said = f", preStop status {done.returncode} after {time.monotonic() - began:.1f} s"
-            if done.returncode:
-                said += f" ({(done.stderr or done.stdout).strip()[-200:]})"
-        os.kill(pod.pid, signal.SIGTERM)
+            try:
+                done = self.run(pod, hook, grace_s)
+            except subprocess.TimeoutExpired:
+                said = f", preStop ended after {grace_s} s"
+            else:
+                said = f", preStop status {done.returncode} after {time.monotonic() - began:.1f} s"
+                if done.returncode:
+                    said += f" ({(done.stderr or done.stdout).strip()[-200:]})"
+        with contextlib.suppress(ProcessLookupError):  # its node is gone, and with it its process
+            os.kill(pod.pid, signal.SIGTERM)
         try:
             status: object = pod.process.wait(max(0.1, began + grace_s - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -175,9 +175,9 @@ def test_the_secret_of_several_hosts_is_its_owners_alone(tmp_path: Path) -> None
     assert len(made.read_text().strip()) == 44
 
 
-def test_the_certificates_of_several_hosts_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_certificates_of_the_parts_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for command in of_page("hosts.md", "segue keys"):
+    for command in of_page("certificates.md", "segue keys"):
         assert main(command.split()[1:]) == 0
     made = {path.name for path in (tmp_path / "tls").iterdir()}
     assert made >= {f"{part}.{end}" for part in ("prefill", "decode", "frontend") for end in ("pem", "key")}

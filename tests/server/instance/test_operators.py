@@ -15,7 +15,7 @@ from deployment import LIMITS, VOCAB, Deployment, Running, deployment
 
 from segue.cli.commands import operate_commands as operate
 from segue.cli.main import main
-from segue.kv.errors import ErrorCode
+from segue.kv.errors import DeadlineExceeded, ErrorCode, PeerLost, SegueError
 from segue.kv.ids import Role, new_incarnation
 from segue.kv.peers import PathSpeed
 from segue.lab.sim.sim_engine import reference
@@ -189,6 +189,32 @@ def test_the_one_instance_here_is_drained_without_a_name(
             assert main(["drain", "--self"]) == (0 if draining else 2)
     assert "here are: none" in capsys.readouterr().err
     assert main(["drain", "--self"]) == 2
+
+
+def test_an_instance_here_that_is_too_busy_to_answer_is_asked_again(
+    made: Deployment, runtime: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A preStop hook has the whole grace period: the first attempts find no session, or lose theirs."""
+    d = one(made, Role.DECODE)
+    asked = Operator.ask
+    failed: list[SegueError] = [PeerLost("left"), DeadlineExceeded("late")]
+
+    async def ask(self: Operator, *question: Any) -> Any:
+        if failed:
+            raise failed.pop()
+        return await asked(self, *question)
+
+    monkeypatch.setattr(Operator, "ask", ask)
+    monkeypatch.setattr(operate, "AGAIN_S", 0.01)
+    with announced_instance([control(d)], None, TlsConfig()), socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["drain", "--self"]) == 0
+        said = capsys.readouterr()
+        assert f"decode {d.instance.me} drained" in said.out
+        assert said.err.count("it is asked again") == 2
+        deaf = f"127.0.0.1:{other.getsockname()[1]}"
+        with announced_instance([deaf], None, TlsConfig()):
+            assert main(["drain", "--self", "--timeout", "0.2"]) == 1
+        assert "did not answer within 0.2 s" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -14,7 +15,18 @@ import msgspec
 
 from segue.cli import flags
 from segue.cli.commands.operate_flags import seconds
-from segue.kv import ConfigError, LeaderId, Limits, NotFound, PeerLost, Role, SegueError
+from segue.kv import (
+    BootstrapTimeout,
+    BootstrapUnreachable,
+    ConfigError,
+    DeadlineExceeded,
+    LeaderId,
+    Limits,
+    NotFound,
+    PeerLost,
+    Role,
+    SegueError,
+)
 from segue.kv.session import tls_from_files
 from segue.server.fleet.life import Life, describe_life
 from segue.server.fleet.operator import DIGITS, Operator, Row, operator, pairs
@@ -22,14 +34,18 @@ from segue.server.messages.operate import PairStatus, Status
 from segue.server.messages.records import MAX_RECORDS, MAX_RECORDS_BYTES
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.settings.commands import OperatorConfig
+from segue.server.settings.registry_address import registry_places
 from segue.server.supervisor.local_deployments import local_deployments, local_instances
+
+#: Until an instance of this host that did not answer is asked again, in seconds.
+AGAIN_S = 1.0
 
 
 def operate(args: argparse.Namespace) -> int:
     """Run one of the commands; the exit status. Raises SegueErrors."""
     config = flags.load(OperatorConfig, args.command, args)
     if args.command == "drain" and args.self_:
-        return asyncio.run(_drain_self(own_instance(config), seconds(args.timeout)))
+        return asyncio.run(_drain_self(config, seconds(args.timeout)))
     fleets = reached(config)
     if args.command == "ps":
         return asyncio.run(_ps(fleets, as_json=args.json))
@@ -73,13 +89,34 @@ def own_instance(config: OperatorConfig) -> OperatorConfig:
 
 
 async def _drain_self(config: OperatorConfig, timeout_s: float) -> int:
+    """Its process runs: without an answer it is busy, and is asked again until the time is up."""
+    ends_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            await _drained_once(own_instance(config), timeout_s)
+            return 0
+        except (BootstrapTimeout, BootstrapUnreachable, DeadlineExceeded, PeerLost) as error:
+            timeout_s = round(ends_at - time.monotonic() - AGAIN_S, 1)
+            if timeout_s <= 0:
+                raise
+            print(f"segue: {error}; it is asked again", file=sys.stderr, flush=True)
+            await asyncio.sleep(AGAIN_S)
+
+
+async def _drained_once(config: OperatorConfig, timeout_s: float) -> None:
+    assert config.registry is not None
+    where, ranks = f"the instance at {config.registry}", len(registry_places(config.registry))
     async with _operator(config) as operator:
-        records = await operator.instances()
-        if not records:
-            raise PeerLost(f"the instance at {config.registry} does not answer")
+        try:
+            async with asyncio.timeout(timeout_s):
+                records = await operator.instances()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{where} did not answer within {timeout_s:g} s") from None
+        answering = sum(len(record.replicas) for record in records)
+        if answering < ranks:
+            raise PeerLost(f"{answering} of {ranks} ranks of {where} answer")
         for record in records:
             await operator.steer(record, draining=True, timeout_s=timeout_s, say=_printed(record))
-    return 0
 
 
 def _printed(record: InstanceRecord) -> Callable[[ReplicaRecord, Status], None]:

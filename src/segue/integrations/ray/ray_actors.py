@@ -86,8 +86,7 @@ class RayProcess:
                 answer = await client.get(f"{self._url}{self.health}")
         except httpx.TransportError as error:
             raise PeerLost(f"{self._url}{self.health} does not answer: {error!r}") from error
-        # 404: an instance of a version without `/ready`, which answers and so lives.
-        if answer.status_code not in (200, 404):
+        if answer.status_code != 200:
             raise PeerLost(f"{self._url}{self.health}: {answer.status_code} {answer.text[:200]}")
 
     async def __del__(self) -> None:

@@ -39,7 +39,7 @@ class SegueConnectorBackend(BaseConnectorBackend):
         """Fill in the connector's module and this replica's address, before the engine starts."""
         kwargs = self.llm_config.engine_kwargs
         kwargs["kv_transfer_config"] = connector_config(
-            self.kv_transfer_config,
+            kwargs["kv_transfer_config"],
             ray.util.get_node_ip_address(),
             self._compute_port_offset(),
             int(kwargs.get("data_parallel_size") or 1),
@@ -48,7 +48,10 @@ class SegueConnectorBackend(BaseConnectorBackend):
     def replica_metadata(self) -> dict[str, str]:
         """Where decode finds the engine of this replica of prefill. Raises BootstrapUnreachable if the engine
         does not say."""
-        extra: Mapping[str, Any] = self.kv_transfer_config["kv_connector_extra_config"]
+        # Not `self.kv_transfer_config`: the base class of Ray's main branch has it no more.
+        extra: Mapping[str, Any] = self.llm_config.engine_kwargs["kv_transfer_config"][
+            "kv_connector_extra_config"
+        ]
         host = extra.get("advertise_host") or extra["host"]
         query = f"http://{f'[{host}]' if ':' in host else host}:{extra['query_port']}"
         try:

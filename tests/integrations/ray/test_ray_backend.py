@@ -1,0 +1,88 @@
+"""The backend of `ray.serve.llm` below Ray's own base class, without an engine. `make test-ray` runs it.
+
+The engine's answer to `GET /query`, and the reader of the parameters, are the segue connector's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ports import HeldPort
+from segue.integrations.vllm.vllm_orders import SessionAddress
+from segue.integrations.vllm.vllm_params import ReceiveParams, SendParams, parse_params
+from segue.integrations.vllm.vllm_query import RankDirectory, serve_query
+from segue.kv import BootstrapUnreachable, new_incarnation
+
+base = pytest.importorskip("ray.llm._internal.serve.engines.vllm.kv_transfer.base", exc_type=ImportError)
+
+
+class Request(SimpleNamespace):
+    """The members of a request of vLLM that a backend touches."""
+
+    def model_copy(self, *, deep: bool = False, update: dict[str, Any] | None = None) -> Request:
+        return Request(**(copy.deepcopy(vars(self)) | (update or {})))
+
+
+def backend(role: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    from segue.integrations.ray import SegueConnectorBackend
+
+    transfer = {"kv_connector": "SegueConnector", "kv_role": role, "kv_connector_extra_config": extra}
+    config = SimpleNamespace(engine_kwargs={"kv_transfer_config": transfer})
+    made = SegueConnectorBackend(config)
+    monkeypatch.setattr(made, "_compute_port_offset", lambda: 0, raising=True)
+    made.setup()
+    return made
+
+
+def test_prefill_and_decode_of_one_request_meet_below_rays_base_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, ranks = HeldPort(), RankDirectory()
+    ranks.add(0, SessionAddress(new_incarnation(), 0, "127.0.0.1", 4444, False))
+    extra = {"host": "127.0.0.1", "query_port": held.port}
+
+    async def published() -> dict[str, str]:
+        server = await serve_query("127.0.0.1", held.port, ranks, b"")
+        try:
+            return dict(await asyncio.to_thread(prefill.replica_metadata))
+        finally:
+            server.close()
+            await server.wait_closed()
+
+    prefill, decode = backend("kv_producer", extra, monkeypatch), backend("kv_consumer", {}, monkeypatch)
+    assert isinstance(prefill, base.BaseConnectorBackend)
+    peer = asyncio.run(published())
+    request = Request(prompt="x", max_tokens=9, stream=True, kv_transfer_params={"do_remote_prefill": True})
+    asked = decode.prepare_prefill_request(request=request, peer=peer)
+    told = decode.prepare_decode_request(request=request, peer=peer, prefill_response=None)
+    assert (asked.max_tokens, asked.stream) == (1, False)
+    assert (told.max_tokens, told.stream) == (9, True)
+    sends, receives = parse_params(asked.kv_transfer_params), parse_params(told.kv_transfer_params)
+    assert isinstance(sends, SendParams)
+    assert isinstance(receives, ReceiveParams)
+    assert receives.room == sends.room
+    assert (receives.peer.host, receives.peer.port, receives.peer.query) == ("127.0.0.1", held.port, True)
+
+
+def test_an_engine_that_does_not_answer_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldPort()
+    prefill = backend("kv_producer", {"host": "127.0.0.1", "query_port": held.port}, monkeypatch)
+    with pytest.raises(BootstrapUnreachable, match=f"{held.port}/query"):
+        prefill.replica_metadata()
+
+
+def test_ray_finds_the_backend_by_the_connectors_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from segue.integrations.ray import SegueConnectorBackend, ray_connector
+
+    noted: list[tuple[str, str]] = []
+    factory = ray_connector.KVConnectorBackendFactory
+    monkeypatch.setattr(factory, "register_backend", lambda *args: noted.append(args))
+    ray_connector.register_connector()
+    [(name, place)] = noted
+    module, _, cls = place.partition(":")
+    assert (name, module, cls) == ("SegueConnector", ray_connector.__name__, SegueConnectorBackend.__name__)
