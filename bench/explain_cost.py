@@ -39,6 +39,7 @@ async def records_us(records: Records) -> float:
     sampling = SamplingParams(max_tokens=200)
     call: Any = SimpleNamespace(
         id="cmpl-3F2kZ4mDmJ0DaBVAXrYB2Ie1",
+        endpoint="completions",
         planned_at=1.0,
         status=200,
         gone=False,
@@ -53,7 +54,7 @@ async def records_us(records: Records) -> float:
         path = backend._began(600.0)
         path.enter("answer", asyncio.get_running_loop().time())
         backend._ended(request, path)
-        records.put(_record_of(call, "completions", None, 0.5, 2.0))
+        records.put(_record_of(call, None, 0.5, 2.0))
     return (time.process_time() - began) / COUNT * 1e6
 
 

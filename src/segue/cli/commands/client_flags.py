@@ -31,7 +31,7 @@ def add_top_arguments(command: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class AskedServer:
     """A server that a command asks: its URL, the file with an API key for it, and the certificate that it is
     known by (else by its authority)."""
 
@@ -40,13 +40,13 @@ class Server:
     https_cert: str | None = None
 
 
-def server_of(args: argparse.Namespace) -> Server:
+def server_of(args: argparse.Namespace) -> AskedServer:
     """The server that the flags name, else the only deployment of this user on this host, with its key and
     its certificate. Raises ConfigError."""
     from segue.server.supervisor.local_deployments import local_deployments
 
     if args.url:
-        return Server(args.url, args.api_key_file)
+        return AskedServer(args.url, args.api_key_file)
     found = local_deployments()
     if not found:
         raise ConfigError(
@@ -56,7 +56,7 @@ def server_of(args: argparse.Namespace) -> Server:
         urls = ", ".join(here.url for here in found)
         raise ConfigError(f"{len(found)} deployments of this user run here; name one: {urls}")
     [here] = found
-    return Server(here.url, args.api_key_file or here.api_key_file, here.https_cert)
+    return AskedServer(here.url, args.api_key_file or here.api_key_file, here.https_cert)
 
 
 def authorization(file: str | None) -> dict[str, str]:
