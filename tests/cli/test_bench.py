@@ -258,7 +258,6 @@ def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (["http://h:1", "--dataset", "/nowhere"], "--dataset /nowhere cannot be read"),
         (["http://h:1", "--input-tokens", "5", "--shared-prefix-tokens", "5"], "--shared-prefix-tokens"),
         (["http://h:1", "--api-key-file", "/nowhere"], "--api-key-file"),
-        ([], "URL"),
     ],
 )
 def test_wrong_flags_are_one_sentence(
