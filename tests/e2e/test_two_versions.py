@@ -24,7 +24,7 @@ from segue.kv.session.frames import SESSION_VERSIONS
 from segue.kv.versions import Versions
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Release 0.2.0. Not by its tag: a clone need not have tags.
+#: A commit of version 0.2.0, and not its tag: a clone need not have tags.
 EARLIER = "54d7d41125f011bbdcc345d2b83c77dd96cfab84"
 pytestmark = pytest.mark.slow
 
