@@ -106,7 +106,7 @@ def test_a_response_of_items_is_a_chat() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": 5}]}, "input[0].output"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
         ({"input": [{"role": "system"}]}, "input[0].content"),
@@ -454,6 +454,7 @@ def test_unknown_names_are_listed_in_a_header(running: Running) -> None:
             "stream_options.nothing",
         ),
         ("/v1/responses", {"reasoning": {"nothing": 1}}, "reasoning.nothing"),
+        ("/v1/responses", {"tools": [{"type": "function", "name": "f", "nothing": 1}]}, "tools.nothing"),
         ("/v1/messages", {"output_config": {"nothing": 1}}, "output_config.nothing"),
         (
             "/v1/chat/completions",

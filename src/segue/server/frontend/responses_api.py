@@ -37,6 +37,16 @@ class TextOptions(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
+class ResponsesTool(msgspec.Struct, frozen=True):
+    """A tool; functions are the only kind that is built, and have a name."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
 class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/responses`. Fields after `user` are those of chat."""
 
@@ -44,7 +54,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     stream: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -122,13 +132,12 @@ def chat_of_responses(body: ResponsesBody) -> ChatBody:
     )
 
 
-def _tool(tool: dict[str, Any], where: str) -> Tool:
-    if tool.get("type") != "function":
+def _tool(tool: ResponsesTool, where: str) -> Tool:
+    if tool.type != "function":
         raise BadParam(f"{where}.type: only 'function' is known", f"{where}.type")
-    try:
-        return Tool(msgspec.convert({k: v for k, v in tool.items() if k != "type"}, FunctionTool))
-    except msgspec.ValidationError as error:
-        raise BadParam(f"{where}: {error}", where) from None
+    if tool.name is None:
+        raise BadParam(f"{where}.name: a function has a name", f"{where}.name")
+    return Tool(FunctionTool(tool.name, tool.description, tool.parameters, tool.strict))
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
