@@ -69,7 +69,7 @@ INCOMPATIBLE = {
     ("role", "what"),
     [
         pytest.param("decode", "dtype", marks=pytest.mark.slow),
-        pytest.param("prefill", "model", marks=pytest.mark.slow),
+        pytest.param("prefill", "model", marks=pytest.mark.soak),
         pytest.param("decode", "model", marks=pytest.mark.soak),
         pytest.param("decode", "transport", marks=pytest.mark.soak),
         pytest.param("prefill", "dtype", marks=pytest.mark.soak),

@@ -142,6 +142,7 @@ def test_a_stopped_rank_ends_its_instance_within_its_silence_and_another_one_con
         made.forget()
 
 
+@pytest.mark.soak
 def test_without_another_instance_each_request_ends_typed_and_the_service_with_status_1(
     folders: dict[str, Path],
 ) -> None:
@@ -160,6 +161,7 @@ def test_without_another_instance_each_request_ends_typed_and_the_service_with_s
         made.forget()
 
 
+@pytest.mark.soak
 def test_when_one_rank_is_told_to_leave_all_do_and_none_loses_a_request(folders: dict[str, Path]) -> None:
     folder = folders["mixtral"]
     wanted = generate(folder, PROMPTS[3:5], 300)

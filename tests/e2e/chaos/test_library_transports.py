@@ -22,10 +22,14 @@ from segue.kv.transport.kinds import KINDS, USABLE
 pytestmark = pytest.mark.timeout(240)
 
 COUNT = 8
+#: Of Mooncake `make test-slow` runs the conformance tests.
+AVAILABLE = KINDS.available()
 LIBRARIES = [
-    pytest.param(name, marks=[pytest.mark.skip(f"{name}: {reason}")] if reason != USABLE else [])
-    for name, reason in KINDS.available().items()
-    if name in ("nixl", "mooncake")
+    pytest.param(
+        name,
+        marks=[*marks, pytest.mark.skipif(AVAILABLE[name] != USABLE, reason=f"{name}: {AVAILABLE[name]}")],
+    )
+    for name, marks in (("nixl", ()), ("mooncake", (pytest.mark.soak,)))
 ]
 
 

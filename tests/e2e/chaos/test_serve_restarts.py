@@ -23,6 +23,7 @@ def test_the_only_prefill_and_then_the_only_decode_are_killed(tiny: Path) -> Non
         assert served.stop() == 0
 
 
+@pytest.mark.soak
 def test_a_unified_instance_and_one_of_two_ranks_are_killed(tiny: Path) -> None:
     with serving(tiny, "--unified") as served:
         assert_nobody_notices(served, "unified-0")

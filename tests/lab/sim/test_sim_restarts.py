@@ -203,8 +203,13 @@ STRUCK_IN_A_PROBE = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "role"), STRUCK_IN_A_PROBE)
+@pytest.mark.parametrize(
+    ("kind", "role"),
+    [
+        pytest.param(*struck, marks=pytest.mark.soak if number % 2 else pytest.mark.slow)
+        for number, struck in enumerate(STRUCK_IN_A_PROBE)
+    ],
+)
 def test_what_strikes_while_a_pair_measures_costs_no_request_more_than_at_any_other_time(
     kind: str, role: Role
 ) -> None:
