@@ -90,6 +90,7 @@ def test_this_version_and_an_earlier_one_hand_over_or_say_why_not(
 
 
 @pytest.mark.model
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_instances_are_replaced_by_this_version_one_by_one_under_load(
     tagged: Path, apart: list[Versions], tiny: Path
