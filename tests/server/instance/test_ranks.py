@@ -60,8 +60,8 @@ def sizes(prefill: str, decode: str) -> dict[Role, ParallelSize]:
     }
 
 
-def later(*values: str) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+def soak(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 @pytest.mark.slow
@@ -69,18 +69,18 @@ def later(*values: str) -> Any:
     ("prefill", "decode", "transport"),
     [
         ("cp2", "tp2", "tcp"),
-        later("", "tp2", "tcp"),
-        later("tp2", "", "shm"),
-        later("tp2", "tp2", "shm"),
-        later("tp3", "", "tcp"),
-        later("tp3", "tp2", "shm"),
-        later("pp2", "", "shm"),
-        later("", "pp2", "tcp"),
-        later("pp2", "tp2", "shm"),
-        later("cp2", "", "shm"),
-        later("cp3", "pp2", "tcp"),
-        later("tp2 pp2", "tp2", "tcp"),
-        later("tp2 cp2", "", "shm"),
+        soak("", "tp2", "tcp"),
+        soak("tp2", "", "shm"),
+        soak("tp2", "tp2", "shm"),
+        soak("tp3", "", "tcp"),
+        ("tp3", "tp2", "shm"),
+        soak("pp2", "", "shm"),
+        soak("", "pp2", "tcp"),
+        ("pp2", "tp2", "shm"),
+        soak("cp2", "", "shm"),
+        ("cp3", "pp2", "tcp"),
+        soak("tp2 pp2", "tp2", "tcp"),
+        ("tp2 cp2", "", "shm"),
     ],
 )
 def test_tokens_equal_generate_whatever_the_parallel_sizes(
@@ -161,7 +161,15 @@ def test_layers_with_and_without_a_sliding_window_are_shared_out_unlike_on_both_
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [("", "tp2"), ("tp2", ""), ("tp2", "tp2"), ("tp3", ""), ("pp2", ""), ("", "pp2"), ("cp2", "")],
+    [
+        ("tp2", "tp2"),
+        ("cp2", ""),
+        soak("", "tp2"),
+        soak("tp2", ""),
+        soak("tp3", ""),
+        soak("pp2", ""),
+        soak("", "pp2"),
+    ],
 )
 def test_the_default_model_gives_the_tokens_of_generate(prefill: str, decode: str) -> None:
     folder = resolve_model("smollm2", progress=lambda *_: None)
@@ -188,7 +196,7 @@ def test_retracted_sequences_come_back_on_every_rank(llama: Path) -> None:
         assert decode.scheduler.batch.retractions > 0, "the pool was too large to need one"  # type: ignore[attr-defined]
 
 
-@pytest.fixture(params=["tp2", later("pp2")])
+@pytest.fixture(params=["tp2", ("pp2")])
 def generating(
     request: pytest.FixtureRequest, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Deployment, Running]]:
