@@ -43,10 +43,11 @@ class AskedServer:
 def server_of(args: argparse.Namespace) -> AskedServer:
     """The server that the flags name, else the only deployment of this user on this host, with its key and
     its certificate. Raises ConfigError."""
-    from segue.server.supervisor.local_deployments import local_deployments
-
     if args.url:
         return AskedServer(args.url, args.api_key_file)
+
+    from segue.server.supervisor.local_deployments import local_deployments
+
     found = local_deployments()
     if not found:
         raise ConfigError(
