@@ -101,10 +101,11 @@ def test_the_source_distribution_has_the_pages_and_the_examples_and_no_tests(sdi
     assert not [content for content in contents if b"PRIVATE KEY" + b"-----" in content]
 
 
-def test_it_holds_code_alone_and_no_key(wheel: Path) -> None:
+def test_it_holds_code_and_the_dashboard_and_no_key(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-        assert {Path(name).suffix for name in names} == {".py", ".typed"}
+        data = [name for name in names if Path(name).suffix not in (".py", ".typed")]
+        assert data == ["segue/server/frontend/dashboard.html"]
         assert not [name for name in names if b"PRIVATE KEY" + b"-----" in archive.read(name)]
     assert not [name for name in names if not name.startswith("segue/")]
 
@@ -150,6 +151,7 @@ COMMANDS = [
     (("unified", "--model", "m"), "serve,engine"),
     (("frontend", *REGISTRY), "serve,engine"),
     (("ps", *REGISTRY), "serve"),
+    (("top", *REGISTRY), "serve"),
     (("drain", *REGISTRY, "3fa94c01"), "serve"),
     (("resume", *REGISTRY, "3fa94c01"), "serve"),
     (("switch", *REGISTRY, "3fa94c01", "decode"), "serve"),
