@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from segue.kv.errors import ConfigError
 from segue.lab.sim.deployment import Deployment
 from segue.lab.sim.room_checks import RULES, rule_name
 from segue.lab.sim.run import Outcome, load, replay_command, run_scenario, shrink
-from segue.lab.sim.scenario import make_scenario
+from segue.lab.sim.scenario import Fault, make_scenario
 from segue.lab.sim.sim_leader import LeaderNode
 from segue.lab.sim.vocabulary import ALL_FEATURES, ROLE_CALLS, SPOILED_METADATA
 
@@ -221,6 +222,14 @@ def test_a_calm_deployment_serves_everybody() -> None:
         outcome = run_scenario(scenario)
         assert not outcome.failed, outcome.text
         assert outcome.counts["done"] == len(scenario.requests)
+
+
+def test_a_fault_that_lay_in_wait_to_the_end_is_over_at_rest() -> None:
+    calm = next(one for one in map(make_scenario, range(500)) if not one.faults and one.requests)
+    late = replace(calm.requests[-1], at=calm.requests[-1].at + 10.0)
+    taken = Fault("f0", "squeeze", 0.0, "prefill0", "", 18.0, 14, "Release")
+    outcome = run_scenario(replace(calm, requests=[late], faults=[taken]))
+    assert (outcome.text, outcome.injected) == ("", {"squeeze": 1})
 
 
 def test_shrinking_keeps_what_matters() -> None:

@@ -576,7 +576,9 @@ class Checks:
         """Whether a request, a hand-off or the memory of one is left anywhere."""
         clients = any(not asked.outcome for asked in self.state.asked.values())
         calls = any(front.alive and any(front.fleet.sizes().values()) for front in fronts(self.state))
-        return clients or calls or bool(self.reads) or any(self._held(node) for node in leaders(self.state))
+        # A fault that lay in wait may take pages late.
+        held = any(node.squeezed or self._held(node) for node in leaders(self.state))
+        return clients or calls or bool(self.reads) or held
 
     def _held(self, node: NodeView) -> dict[str, int]:
         """The resources that a node must not hold at rest, with their numbers."""
