@@ -134,6 +134,12 @@ STORIES = {
         faults=(DOUBT,),
         room={"chunk_s": SLOW},
     ),
+    "replaced before the commit, in doubt, and the session breaks before the answer": Story(
+        (FIRST, second(after_s=0.0, **REPLACES, **PLACER)),
+        ((4, "asked in doubt"), (4, "replaced after its answer"), (1, "metadata replayed")),
+        faults=(DOUBT, replace(fault("break", 0.0, "prefill0", "decode0", trigger="Failed"), name="f1")),
+        room={"chunk_s": SLOW},
+    ),
     "replaced in doubt by a decode that never comes back": Story(
         (FIRST, second("decode0", 0.0, **REPLACES)),
         ((4, "asked in doubt"),),

@@ -177,6 +177,10 @@ class RoomChecks:
             self._comes(node, message)
         elif isinstance(message, _ENDS):
             self._waiting.get((node.me, message.transfer.sent_as), {}).pop(message.transfer, None)
+            if before is not None and before.doubt == message.transfer != before.live:
+                # Its session was lost, and its machine ended then. What waited binds by this answer.
+                before.doubt = None
+                self._count(4, "replaced after its answer")
         elif isinstance(event, events.SendChunk) and before is not None:
             before.tokens = event.span.end if event.layers is None else before.tokens
         elif isinstance(event, events.SendMetadata) and before is not None:
@@ -464,11 +468,9 @@ class RoomChecks:
         live: TransferId | None,
     ) -> None:
         transfer = message.transfer
-        if ledger is not None and ledger.doubt == transfer and isinstance(message, (*_ENDS, Committed)):
+        if ledger is not None and ledger.doubt == transfer and isinstance(message, Committed):
             # The machine had ended before: its session was lost.
-            self._count(
-                4, "committed first" if isinstance(message, Committed) else "replaced after its answer"
-            )
+            self._count(4, "committed first")
             ledger.doubt = None
         if isinstance(message, Declined) and ledger is not None:
             self._declined(node, message, ledger, effects, was_closed=was_closed, live=live)
