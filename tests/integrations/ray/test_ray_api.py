@@ -20,7 +20,7 @@ assert found is not None
 assert found.origin is not None
 OURS = Path(found.origin).parent
 BACKEND = signatures((OURS / "ray_connector.py").read_text(), "SegueConnectorBackend")
-BASE, _, FACTORY, DEPLOYMENT = (f"{path}:{cls}" for path, cls, _ in PLACES)
+BASE, _, FACTORY, CONFIG, DEPLOYMENT = (f"{path}:{cls}" for path, cls, _ in PLACES)
 
 
 @pytest.mark.parametrize("ray", sorted(VERSIONS))
@@ -32,6 +32,11 @@ def test_the_backend_is_called_as_this_version_calls_it(ray: str) -> None:
     calls = {name: text.removeprefix("abstract ") for name, text in base.items() if name not in flags}
     assert {name: text for name, text in BACKEND.items() if name not in flags}.items() <= calls.items()
     assert {name for name, text in base.items() if text.startswith("abstract ")} <= set(BACKEND)
+
+
+@pytest.mark.parametrize("ray", sorted(VERSIONS))
+def test_the_configuration_takes_what_the_backend_fills_in(ray: str) -> None:
+    assert VERSIONS[ray][CONFIG] == {"update_engine_kwargs": "(self)"}
 
 
 @pytest.mark.parametrize("ray", sorted(VERSIONS))

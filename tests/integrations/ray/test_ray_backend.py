@@ -28,12 +28,23 @@ class Request(SimpleNamespace):
         return Request(**(copy.deepcopy(vars(self)) | (update or {})))
 
 
+class Config:
+    """The members of Ray's `LLMConfig` that a backend touches, once the engine's configuration is made."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.engine_kwargs = kwargs
+        self.engines = dict(kwargs)
+
+    def update_engine_kwargs(self, **kwargs: Any) -> None:
+        self.engine_kwargs.update(kwargs)
+        self.engines.update(kwargs)
+
+
 def backend(role: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     from segue.integrations.ray import SegueConnectorBackend
 
     transfer = {"kv_connector": "SegueConnector", "kv_role": role, "kv_connector_extra_config": extra}
-    config = SimpleNamespace(engine_kwargs={"kv_transfer_config": transfer})
-    made = SegueConnectorBackend(config)
+    made = SegueConnectorBackend(Config(kv_transfer_config=transfer))
     monkeypatch.setattr(made, "_compute_port_offset", lambda: 0, raising=True)
     made.setup()
     return made
@@ -67,6 +78,14 @@ def test_prefill_and_decode_of_one_request_meet_below_rays_base_class(
     assert isinstance(receives, ReceiveParams)
     assert receives.room == sends.room
     assert (receives.peer.host, receives.peer.port, receives.peer.query) == ("127.0.0.1", held.port, True)
+
+
+def test_an_engine_whose_configuration_is_made_already_gets_the_connectors_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = backend("kv_producer", {}, monkeypatch)
+    for kwargs in (made.llm_config.engine_kwargs, made.llm_config.engines):
+        assert kwargs["kv_transfer_config"]["kv_connector_module_path"] == "segue.integrations.vllm"
 
 
 def test_an_engine_that_does_not_answer_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

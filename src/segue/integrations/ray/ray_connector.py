@@ -38,12 +38,14 @@ class SegueConnectorBackend(BaseConnectorBackend):
     def setup(self) -> None:
         """Fill in the connector's module and this replica's address, before the engine starts."""
         kwargs = self.llm_config.engine_kwargs
-        kwargs["kv_transfer_config"] = connector_config(
+        config = connector_config(
             kwargs["kv_transfer_config"],
             ray.util.get_node_ip_address(),
             self._compute_port_offset(),
             int(kwargs.get("data_parallel_size") or 1),
         )
+        # The engine's configuration may have been made from a copy of these already.
+        self.llm_config.update_engine_kwargs(kv_transfer_config=config)
 
     def replica_metadata(self) -> dict[str, str]:
         """Where decode finds the engine of this replica of prefill. Raises BootstrapUnreachable if the engine
