@@ -24,9 +24,12 @@ QUERY_S = 10.0
 
 
 def register_connector() -> None:
-    """Make `kv_connector: SegueConnector` known to every Ray process of the cluster. Call it once, in the
-    driver, before `build_pd_openai_app`."""
-    KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:SegueConnectorBackend")
+    """Make `kv_connector: SegueConnector` known to every Ray process of the cluster. Call it in the driver,
+    before `build_pd_openai_app`."""
+    # Ray refuses a second registration, and keeps the first one as long as the cluster runs: an application
+    # that is deployed again would fail.
+    if not KVConnectorBackendFactory.is_registered(CONNECTOR):
+        KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:SegueConnectorBackend")
 
 
 class SegueConnectorBackend(BaseConnectorBackend):
