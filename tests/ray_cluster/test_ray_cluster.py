@@ -38,7 +38,7 @@ def busy(hosts: RayHosts) -> list[str]:
 
 
 async def load(url: str, work: list[Ask], done: Callable[[int], None], over: threading.Event) -> list[Result]:
-    """Each of `work`, `CLIENTS` at a time, and then again until `over`; `done` is told how many have ended."""
+    """Each of `work`, `CLIENTS` at a time, then again until `over`; `done` is told how many have ended."""
     indices = itertools.count()
     results: dict[int, Result] = {}
 
