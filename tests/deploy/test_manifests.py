@@ -207,6 +207,17 @@ def test_each_deployment_is_scaled_by_its_own_requests(made: dict[str, str]) -> 
         assert labels == ["app.kubernetes.io/instance", "app.kubernetes.io/component"]
 
 
+@pytest.mark.parametrize("mode", ["own", "llm-d"])
+def test_alerts_find_the_targets_of_every_release(mode: str) -> None:
+    """SegueDown looks for `segue` in the name of the job, which is otherwise that of the Service."""
+    found = objects(chart(*WATCHED, f"mode={mode}", release="chat"))
+    for (kind, _), one in found.items():
+        if kind in ("ServiceMonitor", "PodMonitor"):
+            assert one["spec"]["jobLabel"] == "app.kubernetes.io/name"
+            chosen = one["spec"]["selector"]["matchLabels"]
+            assert chosen["app.kubernetes.io/name"] == "segue"
+
+
 def test_the_chart_needs_the_version_that_has_its_hooks() -> None:
     """`preStop: sleep` is on by default since Kubernetes 1.30."""
     for version, status in (("1.29.9", 1), ("1.30.0", 0)):
