@@ -101,7 +101,7 @@ class RayPlan:
 
     @property
     def gang(self) -> PartPlan:
-        """The actors of all pairs. Those of one deployment are equal: each has the resources of the larger
+        """The actors of all pairs. Actors of one deployment are equal: each has the resources of the larger
         part, and the longer drain."""
         one, other = self.pair
         names = {**one.resources, **other.resources}
