@@ -39,7 +39,8 @@ class RayHosts:
             )
             self.nodes = [self.add_node(), self.add_node()]
             ray.init(address=self._cluster.address, log_to_driver=False)
-            serve.start(http_options={"host": "127.0.0.1", "port": http_port})
+            # A proxy on each node would share this address, and break its connections with its node.
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": http_port})
         except BaseException:
             self._cluster.shutdown()
             raise

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,25 +37,26 @@ def busy(hosts: RayHosts) -> list[str]:
     return found
 
 
-async def load(url: str, work: list[Ask], done: Callable[[int], None]) -> list[Result]:
-    """Each of `work`, `CLIENTS` at a time; `done` is told how many have ended."""
-    queue = list(enumerate(work))
+async def load(url: str, work: list[Ask], done: Callable[[int], None], over: threading.Event) -> list[Result]:
+    """Each of `work`, `CLIENTS` at a time, then again until `over`; `done` is told how many have ended."""
+    indices = itertools.count()
     results: dict[int, Result] = {}
 
     async def client() -> None:
-        while queue:
-            index, ask = queue.pop(0)
-            results[index] = await stream(url, MODEL, ask, within_s=WITHIN_S)
+        while (index := next(indices)) < len(work) or not over.is_set():
+            results[index] = await stream(url, MODEL, work[index % len(work)], within_s=WITHIN_S)
             done(len(results))
 
     await asyncio.gather(*(client() for _ in range(CLIENTS)))
-    return [results[index] for index in range(len(work))]
+    return [results[index] for index in sorted(results)]
 
 
 def test_a_thousand_requests_while_a_node_an_actor_and_counts_change(hosts: RayHosts) -> None:
     hosts.run(prefill={"replicas": 2}, decode={"replicas": 1})
     distinct = [ask for ask in asks(7, 40, vocab=250, longest=60, max_tokens=12) if ask.seed is None]
-    expected = asyncio.run(load(hosts.url, distinct, lambda _: None))
+    once = threading.Event()
+    once.set()
+    expected = asyncio.run(load(hosts.url, distinct, lambda _: None, once))
     assert [result.error for result in expected] == [""] * len(distinct)
 
     steps: dict[int, tuple[str, Callable[[], object]]] = {
@@ -65,25 +68,30 @@ def test_a_thousand_requests_while_a_node_an_actor_and_counts_change(hosts: RayH
     }
     due: queue.Queue[int] = queue.Queue()
     work = [distinct[i % len(distinct)] for i in range(COUNT)]
-    came = []
+    came, over = [], threading.Event()
     with ThreadPoolExecutor(1) as clients:
-        loaded = clients.submit(lambda: asyncio.run(load(hosts.url, work, due.put)))
-        # Ray starts a node in the main thread alone.
-        while len(came) < len(steps):
-            count = due.get(timeout=WITHIN_S)
-            if count in steps:
-                name, step = steps[count]
-                step()
-                came.append(name)
+        # Requests go on until the last step is over, however long the steps take.
+        loaded = clients.submit(lambda: asyncio.run(load(hosts.url, work, due.put, over)))
+        try:
+            # Ray starts a node in the main thread alone.
+            while len(came) < len(steps):
+                count = due.get(timeout=WITHIN_S)
+                if count in steps:
+                    name, step = steps[count]
+                    step()
+                    came.append(name)
+        finally:
+            over.set()
         results = loaded.result(COUNT)
     errors = [(i, r.error, r.text) for i, r in enumerate(results) if r.error]
-    assert errors == [], f"{len(errors)} of {COUNT} failed"
-    wrong = [i for i, result in enumerate(results) if result.tokens != expected[i % len(distinct)].tokens]
+    assert errors == [], f"{len(errors)} of {len(results)} failed"
+    tokens = {result.ask: result.tokens for result in expected}
+    wrong = [i for i, result in enumerate(results) if result.tokens != tokens[result.ask]]
     assert wrong == []
     until(lambda: len(hosts.parts()) == 4, "two prefill, one decode and one frontend")
     until(lambda: len(hosts.listed()) == 3, "the entries of those that left are gone")
     until(lambda: busy(hosts) == [], "no request and no page is held")
-    print(f"{COUNT} requests, {came}: 0 failed, 0 wrong")  # noqa: T201  the record of `make test-ray`
+    print(f"{len(results)} requests, {came}: 0 failed, 0 wrong")  # noqa: T201  the record of `make test-ray`
 
 
 def test_a_stream_comes_in_pieces_and_ends_with_its_client(hosts: RayHosts) -> None:

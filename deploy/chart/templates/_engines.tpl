@@ -15,7 +15,7 @@ args:
 - --kv-gib={{ .root.Values.kvGiB }}
 - --threads-per-worker={{ $values.cpu }}
 {{- range $values.extraArgs }}
-- {{ . }}
+- {{ . | quote }}
 {{- end }}
 env:
 {{ include "segue.env" .root }}
@@ -32,6 +32,7 @@ env:
   value: {{ .root.Values.requestBudgetS | quote }}
 - name: SEGUE_DRAIN_S
   value: {{ .root.Values.requestBudgetS | quote }}
+{{- include "segue.keys" .root }}
 ports:
 - {name: control, containerPort: 7000}
 - {name: data, containerPort: 7100}
@@ -55,14 +56,14 @@ lifecycle:
 {{- $config := dict "kv_connector" "SegueConnector" "kv_connector_module_path" "segue.integrations.vllm" "kv_role" (ternary "kv_producer" "kv_consumer" $prefill) "kv_load_failure_policy" "recompute" "kv_connector_extra_config" $extra -}}
 command: [vllm, serve]
 args:
-- {{ .root.Values.model.name }}
+- {{ .root.Values.model.name | quote }}
 - --served-model-name={{ .root.Values.model.servedName }}
 - --dtype={{ .root.Values.model.dtype }}
 - --port={{ $port }}
 - --block-size=32
 - --kv-transfer-config={{ toJson $config }}
 {{- range $values.extraArgs }}
-- {{ . }}
+- {{ . | quote }}
 {{- end }}
 env:
 {{ include "segue.env" .root }}

@@ -67,12 +67,23 @@ livenessProbe:
   value: /var/cache/segue/huggingface
 {{- end }}
 
+{{/* API keys: an instance's HTTP port generates too. */}}
+{{- define "segue.keys" -}}
+{{- if .Values.apiKeysSecret }}
+- name: SEGUE_API_KEY_FILE
+  value: /etc/segue/keys/keys
+{{- end }}
+{{- end }}
+
 {{- define "segue.mounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: cache, mountPath: /var/cache/segue}
 - {name: secret, mountPath: /etc/segue/secret, readOnly: true}
 {{- if .Values.model.claim }}
 - {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- if .Values.apiKeysSecret }}
+- {name: keys, mountPath: /etc/segue/keys, readOnly: true}
 {{- end }}
 {{- end }}
 
@@ -92,6 +103,12 @@ livenessProbe:
 {{- if .Values.model.claim }}
 - name: models
   persistentVolumeClaim: {claimName: {{ .Values.model.claim }}, readOnly: true}
+{{- end }}
+{{- if .Values.apiKeysSecret }}
+- name: keys
+  secret:
+    secretName: {{ .Values.apiKeysSecret }}
+    defaultMode: 0440
 {{- end }}
 {{- end }}
 

@@ -17,7 +17,7 @@ _KV = "ray/llm/_internal/serve/engines/vllm/kv_transfer"
 PLACES: list[tuple[str, str, tuple[str, ...]]] = [
     (f"{_KV}/base.py", "BaseConnectorBackend", ()),
     (f"{_KV}/base.py", "", ("clamp_request_to_single_token",)),
-    (f"{_KV}/factory.py", "KVConnectorBackendFactory", ("register_backend",)),
+    (f"{_KV}/factory.py", "KVConnectorBackendFactory", ("is_registered", "register_backend")),
     ("ray/llm/_internal/serve/core/configs/llm_config.py", "LLMConfig", ("update_engine_kwargs",)),
     ("ray/serve/deployment.py", "Deployment", ("options", "bind")),
 ]

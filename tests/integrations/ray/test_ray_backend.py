@@ -16,7 +16,7 @@ from ports import HeldPort
 from segue.integrations.vllm.vllm_orders import SessionAddress
 from segue.integrations.vllm.vllm_params import ReceiveParams, SendParams, parse_params
 from segue.integrations.vllm.vllm_query import RankDirectory, serve_query
-from segue.kv import BootstrapUnreachable, new_incarnation
+from segue.kv import BootstrapUnreachable, ConfigError, new_incarnation
 
 base = pytest.importorskip("ray.llm._internal.serve.engines.vllm.kv_transfer.base", exc_type=ImportError)
 
@@ -95,13 +95,19 @@ def test_an_engine_that_does_not_answer_is_an_error_that_names_it(monkeypatch: p
         prefill.replica_metadata()
 
 
-def test_ray_finds_the_backend_by_the_connectors_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_of_another_role_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="needs kv_role kv_producer"):
+        backend("kv_both", {}, monkeypatch).replica_metadata()
+
+
+def test_ray_finds_the_backend_by_the_connectors_name_however_often_it_is_registered() -> None:
+    """A cluster keeps the registration; each driver that deploys the application registers again."""
     from segue.integrations.ray import SegueConnectorBackend, ray_connector
 
-    noted: list[tuple[str, str]] = []
     factory = ray_connector.KVConnectorBackendFactory
-    monkeypatch.setattr(factory, "register_backend", lambda *args: noted.append(args))
-    ray_connector.register_connector()
-    [(name, place)] = noted
-    module, _, cls = place.partition(":")
-    assert (name, module, cls) == ("SegueConnector", ray_connector.__name__, SegueConnectorBackend.__name__)
+    try:
+        ray_connector.register_connector()
+        ray_connector.register_connector()
+        assert factory.get_backend_class("SegueConnector") is SegueConnectorBackend
+    finally:
+        factory.unregister_backend("SegueConnector")

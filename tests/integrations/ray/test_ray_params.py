@@ -60,7 +60,12 @@ def test_prefill_gets_a_port_of_its_own_and_decode_none() -> None:
     assert "kv_connector_extra_config" not in given, "Ray keeps the configuration that it was given"
     extra = {"query_port": 7000, "host": "0.0.0.0", "room_s": 5}
     made = connector_config({**given, "kv_connector_extra_config": extra}, "10.0.0.7", 2, 1)
-    assert made["kv_connector_extra_config"] == {"query_port": 7002, "host": "0.0.0.0", "room_s": 5}
+    assert made["kv_connector_extra_config"] == {
+        "query_port": 7002,
+        "host": "0.0.0.0",
+        "advertise_host": "10.0.0.7",
+        "room_s": 5,
+    }
     made = connector_config({"kv_role": "kv_consumer"}, "10.0.0.8", 5, 1)
     assert made["kv_connector_extra_config"] == {"host": "10.0.0.8"}
 

@@ -64,6 +64,23 @@ def test_pairs_stand_alone_or_beside_more_instances() -> None:
     assert [(part.role, part.replicas) for part in beside.instances] == [(Role.DECODE, 2)]
 
 
+def test_the_actors_of_a_pair_have_what_the_larger_part_needs() -> None:
+    parts = {
+        "prefill": {"cpus": 1, "resources": {"work": 2, "fast": 1}},
+        "decode": {"cpus": 3, "resources": {"work": 1}, "drain_s": 600},
+    }
+    gang = plan({"model": "m", "pairs": 2, **parts}).gang
+    assert (gang.replicas, gang.cpus, gang.resources) == (4, 3.0, {"work": 2.0, "fast": 1.0})
+    assert gang.config.limit.drain_s == 600
+    beside = plan({"model": "m", "pairs": 1, "prefill": {"replicas": 1, "one_per_node": True}})
+    assert (beside.instances[0].one_per_node, beside.gang.one_per_node) == (True, False)
+
+
+def test_parts_with_tls_have_the_applications_own_registry() -> None:
+    made = plan({"model": "m", "tls_cert": "c", "tls_key": "k", "tls_ca": "a"})
+    assert (made.registry, made.frontend.config.tls.enabled) == (None, True)
+
+
 def test_unified_alone_needs_no_other_instance() -> None:
     made = plan({"model": "m", "unified": {}})
     assert [(part.role, part.replicas) for part in made.instances] == [(Role.UNIFIED, 1)]
@@ -113,6 +130,17 @@ def test_ray_can_carry_a_plan() -> None:
         ({"model": "m", "registry": "nowhere"}, "--registry must look like"),
         ({"model": "m", "host": "10.0.0.1"}, "host in build_app: each actor takes the address of its node"),
         ({"model": "m", "decode": {"http-port": 1}}, "http-port in build_app: each actor takes the address"),
+        ({"model": "m", "replicas": 3}, "replicas in build_app: each role has its own; give it in a table"),
+        (
+            {"model": "m", "decode": {"registry": "etcd://10.0.0.1:2379"}},
+            "registry in [decode] of build_app: all parts have one registry; give it at the top",
+        ),
+        ({"model": "m", 1: 2}, "1 in build_app is not a setting"),
+        ({"model": "m", "decode": {1: 2}}, "1 in build_app is not a setting"),
+        ({"model": "m", "decode": {"cpus": float("inf")}}, "- at `$.cpus`"),
+        ({"model": "m", "decode": {"resources": {"x": -1}}}, "Expected `float` >= 0.0 - at `$.resources"),
+        ({"model": "m", "pairs": 1, "decode": {"one_per_node": True}}, "a pair is packed on one node"),
+        ({"model": "m", "shutdown_delay_s": 60}, "shutdown_delay_s in build_app: Serve stops sending"),
         ({"model": "m", "prefill": {"dp": 2}}, "dp in build_app: give more replicas"),
         ({"model": "m", "frontend": {"https_cert": "c"}}, "TLS for clients belongs before Ray's proxy"),
         ({"model": "m", "frontend": {"api_key": "geheim"}}, "give api_key_file"),

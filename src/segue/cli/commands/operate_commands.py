@@ -105,6 +105,7 @@ async def _drain_self(config: OperatorConfig, timeout_s: float) -> int:
 
 async def _drained_once(config: OperatorConfig, timeout_s: float) -> None:
     assert config.registry is not None
+    ends_at = time.monotonic() + timeout_s
     where, ranks = f"the instance at {config.registry}", len(registry_places(config.registry))
     async with _operator(config) as operator:
         try:
@@ -116,7 +117,9 @@ async def _drained_once(config: OperatorConfig, timeout_s: float) -> None:
         if answering < ranks:
             raise PeerLost(f"{answering} of {ranks} ranks of {where} answer")
         for record in records:
-            await operator.steer(record, draining=True, timeout_s=timeout_s, say=_printed(record))
+            # A preStop hook that takes longer than it was given has none of the pod's grace period left.
+            left_s = round(max(0.1, ends_at - time.monotonic()), 1)
+            await operator.steer(record, draining=True, timeout_s=left_s, say=_printed(record))
 
 
 def _printed(record: InstanceRecord) -> Callable[[ReplicaRecord, Status], None]:

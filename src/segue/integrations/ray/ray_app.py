@@ -54,17 +54,9 @@ def _deployment(actor: type, made: RayPlan, part: PartPlan) -> Any:
 
 
 def _pairs(made: RayPlan) -> Any:
-    """Gangs of a prefill and a decode actor, packed on one node where one has room. Each actor asks for the
-    resources of the larger part: those of one deployment are equal."""
-    prefill, decode = made.pair
-    cpus = max(prefill.cpus, decode.cpus)
+    """Gangs of a prefill and a decode actor, packed on one node where one has room."""
     return (
-        _deployment(RayInstance, made, prefill)
-        .options(
-            name="pairs",
-            num_replicas=2 * made.pairs,
-            ray_actor_options={"num_cpus": cpus, "resources": {**prefill.resources, **decode.resources}},
-            gang_scheduling_config=GangSchedulingConfig(gang_size=2),
-        )
+        _deployment(RayInstance, made, made.gang)
+        .options(name="pairs", gang_scheduling_config=GangSchedulingConfig(gang_size=2))
         .options(version=made.version(*made.pair), _internal=True)
     )

@@ -15,7 +15,7 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 
 from segue.integrations.ray.ray_params import connector_config, decode_params, prefill_params, published
-from segue.kv import BootstrapUnreachable
+from segue.kv import BootstrapUnreachable, ConfigError
 
 #: The name in `kv_transfer_config`.
 CONNECTOR = "SegueConnector"
@@ -24,9 +24,12 @@ QUERY_S = 10.0
 
 
 def register_connector() -> None:
-    """Make `kv_connector: SegueConnector` known to every Ray process of the cluster. Call it once, in the
-    driver, before `build_pd_openai_app`."""
-    KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:SegueConnectorBackend")
+    """Make `kv_connector: SegueConnector` known to every Ray process of the cluster. Call it in the driver,
+    before `build_pd_openai_app`."""
+    # Ray refuses a second registration, and keeps the first one as long as the cluster runs: an application
+    # that is deployed again would fail.
+    if not KVConnectorBackendFactory.is_registered(CONNECTOR):
+        KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:SegueConnectorBackend")
 
 
 class SegueConnectorBackend(BaseConnectorBackend):
@@ -49,11 +52,13 @@ class SegueConnectorBackend(BaseConnectorBackend):
 
     def replica_metadata(self) -> dict[str, str]:
         """Where decode finds the engine of this replica of prefill. Raises BootstrapUnreachable if the engine
-        does not say."""
+        does not say, ConfigError for another role than kv_producer."""
         # Not `self.kv_transfer_config`: the base class of Ray's main branch has it no more.
         extra: Mapping[str, Any] = self.llm_config.engine_kwargs["kv_transfer_config"][
             "kv_connector_extra_config"
         ]
+        if "query_port" not in extra:
+            raise ConfigError("prefill's kv_transfer_config needs kv_role kv_producer")
         host = extra.get("advertise_host") or extra["host"]
         query = f"http://{f'[{host}]' if ':' in host else host}:{extra['query_port']}"
         try:

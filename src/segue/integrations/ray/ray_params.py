@@ -37,7 +37,8 @@ def connector_config(given: Mapping[str, Any], host: str, offset: int, data_rank
             "data-parallel rank; give num_replicas"
         )
     extra = dict(given.get("kv_connector_extra_config") or {})
-    extra.setdefault("host", host)
+    if extra.setdefault("host", host) in ("0.0.0.0", "::"):  # no peer reaches that
+        extra.setdefault("advertise_host", host)
     if given.get("kv_role") == "kv_producer":
         port = (extra.get("query_port") or QUERY_PORT) + offset
         if not 0 < port < 2**16:

@@ -20,8 +20,8 @@ from segue.server.settings.layers import Layers, argv, build, settings
 
 #: The place of an entry, in errors.
 PLACE = "build_app"
-#: An address for checks; the real one is known once the registry runs.
-_UNKNOWN = "http://127.0.0.1:1"
+#: Addresses for checks, without and with TLS; the real one is known once the registry runs.
+_UNKNOWN = {scheme: f"{scheme}://127.0.0.1:1" for scheme in ("http", "https")}
 INSTANCES = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
 #: Settings that Ray decides, with the reason.
 _RAYS = {
@@ -38,9 +38,14 @@ _FRONTEND_RAYS = {
     "name": _RAYS["name"],
     "https_cert": "TLS for clients belongs before Ray's proxy",
     "https_key": "TLS for clients belongs before Ray's proxy",
+    "shutdown_delay_s": "Serve stops sending requests to an actor before it ends the actor",
 }
+#: Entries of tables alone, and of the top alone, with the reason.
+_TABLES = {"replicas": "each role has its own; give it in a table, such as decode"}
+_TOPS = {"registry": "all parts have one registry; give it at the top"}
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1024)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=2**31)]
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +53,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     are on one node."""
 
     replicas: _Count | None = None
-    cpus: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    resources: dict[str, float] = {}
+    cpus: _Amount | None = None
+    resources: dict[str, _Amount] = {}
     one_per_node: bool = False
 
 
@@ -60,7 +65,7 @@ class FleetEntries(msgspec.Struct, frozen=True, kw_only=True):
 
     pairs: _Count = 0
     registry_port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)] = 8998
-    health_check_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    health_check_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +99,20 @@ class RayPlan:
     registry_port: int
     health_check_s: float
 
+    @property
+    def gang(self) -> PartPlan:
+        """The actors of all pairs. Actors of one deployment are equal: each has the resources of the larger
+        part, and the longer drain."""
+        one, other = self.pair
+        names = {**one.resources, **other.resources}
+        return replace(
+            max(self.pair, key=lambda part: part.config.limit.drain_s),
+            replicas=2 * self.pairs,
+            cpus=max(one.cpus, other.cpus),
+            resources={name: max(part.resources.get(name, 0.0) for part in self.pair) for name in names},
+            one_per_node=False,
+        )
+
     def version(self, *parts: PartPlan) -> str:
         """Differs if actors of `parts` must be replaced. Counts do not change it."""
         words = [
@@ -106,8 +125,10 @@ def plan(config: Mapping[str, Any]) -> RayPlan:
     """The plan for `config`. Raises ConfigError that names a wrong key or value."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"{PLACE} takes a dictionary of settings, not {type(config).__name__}")
-    for table in _KNOWN:
-        _table(config, table)
+    for table in ("", *_KNOWN):
+        for key in _table(config, table) if table else config:
+            if not isinstance(key, str):
+                raise ConfigError(f"{key!r} in {PLACE} is not a setting; remove it")
     fleet = _struct(FleetEntries, config, _FLEET)
     alone = Role.UNIFIED in config and not {Role.PREFILL, Role.DECODE} & set(config)
     usual = dict.fromkeys((Role.PREFILL, Role.DECODE), 0 if fleet.pairs or alone else 1)
@@ -121,13 +142,18 @@ def plan(config: Mapping[str, Any]) -> RayPlan:
         )
     if not frontend.replicas:
         raise ConfigError(f"{PLACE} needs at least one of replicas in [frontend]")
+    for part in (prefill, decode):
+        if fleet.pairs and part.one_per_node and not part.replicas:
+            raise ConfigError(
+                f"one_per_node of {part.role} in {PLACE}: a pair is packed on one node; remove it"
+            )
     registry = frontend.config.registry
     return RayPlan(
         instances=tuple(parts[role] for role in INSTANCES if parts[role].replicas),
         pair=(prefill, decode) if fleet.pairs else (),
         pairs=fleet.pairs,
         frontend=frontend,
-        registry=None if registry == _UNKNOWN else registry,
+        registry=None if registry in _UNKNOWN.values() else registry,
         registry_port=fleet.registry_port,
         health_check_s=fleet.health_check_s,
     )
@@ -153,8 +179,13 @@ def _part(role: Role, config: Mapping[str, Any], usual: int) -> PartPlan:
             raise ConfigError(f"{key} in {PLACE}: {reason}; remove it")
         if key.replace("-", "_") == "api_key":
             raise ConfigError(f"api_key in {PLACE} would be stored by Ray: give api_key_file")
+    for where, given, elsewhere in ((f"[{role}] of {PLACE}", table, _TOPS), (PLACE, top, _TABLES)):
+        if found := given.keys() & elsewhere.keys():
+            raise ConfigError(f"{min(found)} in {where}: {elsewhere[min(found)]}")
     placement = _struct(Placement, config, role)
-    layers = Layers({}, {}, {"registry": _UNKNOWN, "port": 0, **_without_resources(config)}, PLACE)
+    scheme = "https" if {"tls_cert", "tls-cert"} & {*table, *top} else "http"
+    entries = {"registry": _UNKNOWN[scheme], "port": 0, **_without_resources(config)}
+    layers = Layers({}, {}, entries, PLACE)
     fixed = {} if role is Role.FRONTEND else {"role": role}
     made: Any = build(cls, layers, command=role, known=_KNOWN, fixed=fixed)
     if isinstance(made, InstanceConfig):
