@@ -447,7 +447,7 @@ class OpenAIServer:
                 sample.request = msgspec.structs.replace(sample.request, traceparent=call.trace.child)
         meter = Meter(self.metrics, time.monotonic, started, self.inference(call))
         if call.trace.span:
-            call.inference = partial(inference_attributes, plan, meter, call.planned_at)
+            call.inference = partial(inference_attributes, plan, call.planned_at)
         async with asyncio.timeout(budget_s + self.settings.grace_s):
             if plan.stream:
                 await self._stream(call, plan, meter, budget_s, backend)
