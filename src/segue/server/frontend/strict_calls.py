@@ -14,11 +14,8 @@ from typing import Final
 
 import msgspec
 
-from segue.engine.request import CallGrammar, FormedCall, Grammar
+from segue.engine.request import MAX_GRAMMAR_BYTES, CallGrammar, FormedCall, Grammar
 from segue.server.frontend.openai_types import Tool
-
-#: The longest grammar that an instance takes (`engine.grammar`).
-_MAX_BYTES: Final = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ def call_grammar(tools: list[Tool], template: str | None) -> Grammar | None:
         calls.append(FormedCall(before, schema or {"type": "object"}, list(form.after)))
     between = None if form.between is None else list(form.between)
     text = msgspec.json.encode(CallGrammar(list(form.open), calls, between, list(form.close)))
-    return Grammar("tool_calls", text.decode()) if len(text) <= _MAX_BYTES else None
+    return Grammar("tool_calls", text.decode()) if len(text) <= MAX_GRAMMAR_BYTES else None
 
 
 def _form(template: str) -> _CallForm | None:
