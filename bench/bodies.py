@@ -32,13 +32,8 @@ CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"
 CONTEXT_TOKENS: Final = 2048
 WAIT_S: Final = 120.0
-#: Of an error's message in the table.
+#: Characters of an error's message in the table.
 SHOWN_CHARS: Final = 140
-TEMPLATE: Final = (
-    "{% if tools %}{{ tools | tojson }} answer with <tool_call>\n{% endif %}"
-    "{% for m in messages %}<|258|>{{ m.role }}: {{ m.content or '' }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|258|>assistant: {% endif %}"
-)
 
 _HELLO: Final = [{"role": "user", "content": "Say hello."}]
 _CITY: Final = {
@@ -303,23 +298,8 @@ def main() -> None:
 
 def save_model(folder: Path) -> Path:
     """The tests' model with heads of the least size that vLLM's CPU attention takes, and a chat template."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=tiny_model.VOCAB,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT_TOKENS,
-        eos_token_id=257,
-        bos_token_id=256,
-        pad_token_id=256,
-        initializer_range=0.1,
-    )
-    tiny_model.save(folder, config)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tiny_model.save(folder, hidden_size=128, max_position_embeddings=CONTEXT_TOKENS)
+    (folder / "chat_template.jinja").write_text(tiny_model.TEMPLATE)
     return folder
 
 
