@@ -51,7 +51,7 @@ _RESERVED = {
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools that the model is shown, and whether the answer must call one: `name`, or any (`forced`).
-    `grammar` forces that call, or gives those that the model makes itself their form."""
+    `grammar` forces that call, or binds the calls that the model makes by itself."""
 
     tools: list[dict[str, Any]] | None = None
     grammar: Grammar | None = None
@@ -134,7 +134,7 @@ def reply_form(
     """The form of the answers to `body`, whose prompt `template` made."""
     plain = _constrained(body)
     thoughts = body.separate_reasoning is not False
-    # Reasoning that stays in the text would leave a constrained answer no JSON.
+    # With reasoning in its text, a constrained answer would not be JSON.
     may_reason = thoughts if plain or use.forced else use.grammar is not None
     return ReplyForm(
         prompt,

@@ -40,8 +40,8 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(slots=True)
 class Plan:
-    """The generations to run and the form of the answer. `ignored`: fields of the body that change nothing
-    here, though the client may count on them."""
+    """The generations to run and the form of the answer. `ignored` names fields of the body that have no
+    effect."""
 
     answer: Answer
     stream: bool

@@ -1,9 +1,9 @@
 """A grammar for the calls that a model decides to make itself, where a tool is `strict`.
 
-The text is free. From the mark on that opens a call the grammar binds: the arguments of a strict tool follow
-its schema, those of another tool are any object. The chat template shows the form of a call, as
-`frontend.tools` reads it. Calls that are no JSON (LFM2, Qwen-Coder, GLM) have no grammar, nor have calls
-without a mark of their own (Llama, Python).
+The text is free. The grammar binds from the mark that opens a call: the arguments of a strict tool follow
+its schema, the arguments of another tool are any object. The chat template shows the form of a call, as
+`frontend.tools` reads it. There is no grammar for calls that are not JSON (LFM2, Qwen-Coder, GLM) or have no
+mark of their own (Llama, Python).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _CallForm:
 
 
 def call_grammar(tools: list[Tool], template: str | None) -> Grammar | None:
-    """The grammar of answers that may call `tools`. None where the form of the model's calls is not known, or
-    the schemas together are too long."""
+    """The grammar of answers that may call `tools`. None if the form of the model's calls is unknown, or the
+    schemas together are too long."""
     form = _form(template or "")
     if form is None:
         return None

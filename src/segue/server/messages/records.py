@@ -40,8 +40,8 @@ Attribute = bool | int | float | str | list[str]
 
 
 class InnerSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A span within a record's own, from `at_s` seconds after its `began` to its end. `span` (a traceparent)
-    is what the workers were told."""
+    """A span within a record's own, from `at_s` seconds after the record's `began` to its end. `span` is the
+    `traceparent` that the workers got."""
 
     span: str
     name: str

@@ -133,7 +133,7 @@ class Traces:
         above = _context(record.traceparent) if record.traceparent else None
         kind = SpanKind.CLIENT if record.role == "frontend" else SpanKind.SERVER
         if "http.response.status_code" in own and 400 <= record.facts["status"] < 500:
-            failure = None  # an error of the client is none of the server's span
+            failure = None  # by the conventions a 4xx is no failure of the server's span
         else:
             own |= failed
         self._export(_name(record), mine, above, (start_ns, end_ns), own, kind, failure)
