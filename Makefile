@@ -62,7 +62,7 @@ $(ROUTERS)/bin/vllm-router: $(STAMP)
 
 routers: $(ROUTERS)/bin/vllm-router ## install other people's routers, for the tests of direct mode and of KV events
 
-# With every version, and without looking for others: that alone takes pip minutes.
+# clients.txt names every package with its version: pip would need minutes to find them out.
 $(CLIENTS)/.segue-setup: tests/e2e/clients.txt | $(STAMP)
 	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
 	@echo "clients: LiteLLM, LangChain, Instructor, the Agents SDK and what they need, for tests (a download of 100 MB)"

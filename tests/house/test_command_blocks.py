@@ -56,7 +56,7 @@ RUN = {
     "(umask 077": ("house/test_command_blocks.py", "def test_the_secret"),
     "head -c 32 /dev/urandom": ("house/test_command_blocks.py", "def test_the_secret"),
 }
-#: Those that no test can run here.
+#: Commands that no test can run here, and why.
 NOT_RUN = {
     "git clone": "no address yet",
     "python3 -m venv lm": "lm-eval is 1 GiB: docs/clients.md says with which version it was run",
@@ -157,7 +157,7 @@ def test_commands_that_would_fail_are_found() -> None:
         assert len(faults(bad)) == 1, bad
 
 
-# ---- those that need neither a model nor other hosts are run as they stand -----------------------------
+# ---- commands that need neither a model nor other hosts run as they stand -----------------------------
 
 
 def of_page(name: str, start: str) -> list[str]:

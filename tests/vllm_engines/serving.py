@@ -29,7 +29,7 @@ class Running:
     address: str
 
     def ready(self) -> None:
-        """Wait for that."""
+        """Wait until it answers; fail if it ends before."""
         deadline = time.monotonic() + START_S
         while not healthy(self.address):
             assert self.process.poll() is None, f"it has ended, see {self.log}"
