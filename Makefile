@@ -159,7 +159,7 @@ test-ray: $(RAY)/.segue-setup ## segue on Ray Serve, on a cluster of several ray
 	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default --timeout=900 -o faulthandler_timeout=1000 -m ray tests/ray_cluster $(ARGS)
 	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default tests/integrations/ray
 
-soak: transports ## the long tests that the other two leave out
+soak: transports ## the long tests that 'make test' and 'make test-slow' leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 -o faulthandler_timeout=0 $(ARGS)
 
 mutants: setup ## sabotage what takes effect over several nodes; the simulator must notice each
