@@ -15,12 +15,13 @@ def operation_of(endpoint: str) -> str:
     return "text_completion" if endpoint in _TEXT else "chat"
 
 
-def inference_attributes(plan: Plan, planned_at: float) -> dict[str, Attribute]:
+def inference_attributes(operation: str, plan: Plan, planned_at: float) -> dict[str, Attribute]:
     """The request's settings and the answer's counts so far. `planned_at` is the end of planning, on the
     clock of the samples' `first_at`. Values that mean "off" are left out."""
     answer, samples = plan.answer, plan.samples
     asked, usage = samples[0].request.sampling, answer.usage()
     found: dict[str, Attribute] = {
+        "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": answer.shape.model,
         "gen_ai.response.model": answer.shape.model,
