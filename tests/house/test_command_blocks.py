@@ -7,19 +7,17 @@ import re
 import shlex
 import stat
 import subprocess
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from test_docs import PAGES, ROOT
+from test_docs import PAGES, ROOT, blocks
 
 from segue.cli.main import main
 from segue.server.settings.commands import COMMANDS
 from segue.server.settings.layers import Layers, build, parse_toml, settings
 
-BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 #: A block without a language is commands; `text` is output or a drawing.
 LANGUAGES = {"", "bash", "mermaid", "python", "text", "toml"}
 
@@ -69,11 +67,6 @@ NOT_RUN = {
     "vllm bench serve": "not installed: docs/clients.md names the versions that were tried by hand",
     "pytest -m soak": "it is the test",
 }
-
-
-def blocks(text: str) -> list[tuple[str, str]]:
-    """The language and the content of each block."""
-    return [(language, textwrap.dedent(content)) for _, language, content in BLOCK.findall(text)]
 
 
 def commands(text: str) -> list[str]:
