@@ -94,7 +94,7 @@ OPENAI: Final = {
     "an image": _chat(messages=[{"role": "user", "content": [_PICTURE]}]),
     "another model": _chat(model="gpt-9"),
 }
-#: Fields that only vLLM documents, text completions, and names that nobody does.
+#: Fields that only vLLM documents, text completions, and names that neither documents.
 VLLM: Final = {
     "plain text": _text(),
     "token ids": _text(prompt=[100, 200, 250]),
@@ -142,7 +142,7 @@ WHY: Final = {
     "bad_words": "not built, refused by name",
     "unknown names": "vLLM does not list them",
 }
-#: Fields that all answers of one server have and none of the other.
+#: Fields that all answers of one server have, and no answer of the other.
 EVERYWHERE: Final = {"system_fingerprint", "usage.prompt_tokens_details.cached_tokens"}
 #: Objects whose keys are tokens.
 BY_TOKEN: Final = re.compile(r"(top_logprobs|prompt_logprobs)\[\]\..*")

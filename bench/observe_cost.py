@@ -1,4 +1,4 @@
-"""CPU of the frontend per streamed chunk while it is observed, over that of one that nobody observes.
+"""CPU of a frontend per streamed chunk while it is observed, over that of a frontend without observers.
 
     .venv/bin/python bench/observe_cost.py [--on spans scrapes dashboard] [--pairs 5] [--model M]
 

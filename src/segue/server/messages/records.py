@@ -56,7 +56,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `where` names the process and `role` its kind (`http` for a whole HTTP request). `began` is when it got
     the request, on its own monotonic clock. `seconds` is the time until its end, or so far while it is not
     `ended`. `facts` are counts (tokens, bytes), `traceparent` (W3C) is the span above this one, `span` its
-    own if others are told of it. `attributes` and `inner` are for traces alone.
+    own if it is passed on. `attributes` and `inner` are for traces alone.
     """
 
     request_id: str
