@@ -202,7 +202,7 @@ def of_vllm(model: Path, folder: Path) -> dict[str, Any]:
         *("--host", "127.0.0.1", "--port", str(port.port), "--dtype", "float32", "--enforce-eager"),
         *("--max-num-seqs", "8", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ]
-    with running(command, "nobind", folder / "vllm.log", f"{url}/health") as server:
+    with running(command, "nobind", folder / "vllm.log", url) as server:
         server.ready()
         return asked(url)
 
