@@ -89,7 +89,7 @@ def own_instance(config: OperatorConfig) -> OperatorConfig:
 
 
 async def _drain_self(config: OperatorConfig, timeout_s: float) -> int:
-    """Drain the instance of this host. One that does not answer is busy, since its process runs: ask again
+    """Drain the instance of this host. If it does not answer it is busy, since its process runs: ask again
     until `timeout_s` is over."""
     ends_at = time.monotonic() + timeout_s
     while True:
