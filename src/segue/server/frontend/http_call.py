@@ -168,7 +168,7 @@ class HttpCall:
             main.cancel()
 
     def http_attributes(self) -> dict[str, Attribute]:
-        """The `http.*` and `url.*` attributes of its span, by OpenTelemetry's conventions. No endpoint that
+        """The attributes of its span that OpenTelemetry's conventions for HTTP define. No endpoint that
         generates has parameters in its route, so the path is the route."""
         scope = self._scope
         found: dict[str, Attribute] = {
