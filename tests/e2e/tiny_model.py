@@ -11,8 +11,8 @@ CONTEXT_TOKENS = 4096
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} answer with <tool_call>\n{% endif %}"
     "{% for m in messages %}<|258|>{{ m.role }}: {{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<|258|>assistant: {% endif %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<|258|>assistant: {% endif %}"
 )
 
 
