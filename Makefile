@@ -62,7 +62,7 @@ $(ROUTERS)/bin/vllm-router: $(STAMP)
 
 routers: $(ROUTERS)/bin/vllm-router ## install other people's routers, for the tests of direct mode and of KV events
 
-# With every version, and without looking for others: that alone takes pip minutes.
+# clients.txt names every package with its version: pip would need minutes to find them out.
 $(CLIENTS)/.segue-setup: tests/e2e/clients.txt | $(STAMP)
 	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
 	@echo "clients: LiteLLM, LangChain, Instructor, the Agents SDK and what they need, for tests (a download of 100 MB)"
@@ -159,7 +159,7 @@ test-ray: $(RAY)/.segue-setup ## segue on Ray Serve, on a cluster of several ray
 	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default --timeout=900 -o faulthandler_timeout=1000 -m ray tests/ray_cluster $(ARGS)
 	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default tests/integrations/ray
 
-soak: transports ## the long tests that the other two leave out
+soak: transports ## the long tests that 'make test' and 'make test-slow' leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 -o faulthandler_timeout=0 $(ARGS)
 
 mutants: setup ## sabotage what takes effect over several nodes; the simulator must notice each

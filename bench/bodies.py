@@ -32,13 +32,8 @@ CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"
 CONTEXT_TOKENS: Final = 2048
 WAIT_S: Final = 120.0
-#: Of an error's message in the table.
+#: Characters of an error's message in the table.
 SHOWN_CHARS: Final = 140
-TEMPLATE: Final = (
-    "{% if tools %}{{ tools | tojson }} answer with <tool_call>\n{% endif %}"
-    "{% for m in messages %}<|258|>{{ m.role }}: {{ m.content or '' }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|258|>assistant: {% endif %}"
-)
 
 _HELLO: Final = [{"role": "user", "content": "Say hello."}]
 _CITY: Final = {
@@ -99,7 +94,7 @@ OPENAI: Final = {
     "an image": _chat(messages=[{"role": "user", "content": [_PICTURE]}]),
     "another model": _chat(model="gpt-9"),
 }
-#: Fields that only vLLM documents, text completions, and names that nobody does.
+#: Fields that only vLLM documents, text completions, and names that neither documents.
 VLLM: Final = {
     "plain text": _text(),
     "token ids": _text(prompt=[100, 200, 250]),
@@ -147,7 +142,7 @@ WHY: Final = {
     "bad_words": "not built, refused by name",
     "unknown names": "vLLM does not list them",
 }
-#: Fields that all answers of one server have and none of the other.
+#: Fields that all answers of one server have, and no answer of the other.
 EVERYWHERE: Final = {"system_fingerprint", "usage.prompt_tokens_details.cached_tokens"}
 #: Objects whose keys are tokens.
 BY_TOKEN: Final = re.compile(r"(top_logprobs|prompt_logprobs)\[\]\..*")
@@ -207,7 +202,8 @@ def of_vllm(model: Path, folder: Path) -> dict[str, Any]:
         *("--host", "127.0.0.1", "--port", str(port.port), "--dtype", "float32", "--enforce-eager"),
         *("--max-num-seqs", "8", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ]
-    with running(command, "nobind", folder / "vllm.log", f"{url}/health"):
+    with running(command, "nobind", folder / "vllm.log", url) as server:
+        server.ready()
         return asked(url)
 
 
@@ -302,23 +298,8 @@ def main() -> None:
 
 def save_model(folder: Path) -> Path:
     """The tests' model with heads of the least size that vLLM's CPU attention takes, and a chat template."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=tiny_model.VOCAB,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT_TOKENS,
-        eos_token_id=257,
-        bos_token_id=256,
-        pad_token_id=256,
-        initializer_range=0.1,
-    )
-    tiny_model.save(folder, config)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tiny_model.save(folder, hidden_size=128, max_position_embeddings=CONTEXT_TOKENS)
+    (folder / "chat_template.jinja").write_text(tiny_model.TEMPLATE)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""CPU of the frontend per streamed chunk while it is observed, over that of one that nobody observes.
+"""CPU of a frontend per streamed chunk while it is observed, over that of a frontend without observers.
 
     .venv/bin/python bench/observe_cost.py [--on spans scrapes dashboard] [--pairs 5] [--model M]
 
@@ -40,7 +40,7 @@ ALONE = 200_000
 
 @contextlib.contextmanager
 def deployment(model: str) -> Iterator[tuple[str, int]]:
-    """Its URL and the process of its frontend."""
+    """A `segue serve`: its URL and the number of its frontend's process."""
     flags = ["--model", model] if model else []
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with served(flags) as url:
@@ -54,7 +54,7 @@ def deployment(model: str) -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """`work` in a thread, until the end; its failure is ours."""
+    """Run `work` in a thread until the block ends; raise its failure."""
     ended, failures = threading.Event(), list[Exception]()
 
     def run() -> None:

@@ -237,9 +237,9 @@ def use_instructor(url: str, model: str) -> None:
 
 
 def use_open_webui(url: str, model: str) -> None:
-    """Not the application, but the calls that it makes (`routers/openai.py`, `routers/tasks.py` and
-    `utils/middleware.py` of Open WebUI 0.12.4): the list of models, a chat with native tools, their results,
-    a title, and a chat over a connection of the type `responses`."""
+    """The calls of Open WebUI 0.12.4 (`routers/openai.py`, `routers/tasks.py`, `utils/middleware.py`) without
+    the application: the list of models, a chat with native tools, their results, a title, and a chat over a
+    connection of the type `responses`."""
     import httpx
 
     spec = FUNCTION | {"type": "function"}

@@ -26,7 +26,7 @@ settings.load_profile("segue")
 
 #: Whole deployments: several processes each, some of them judged by how long a silence lasts.
 DEPLOYMENTS = "tests/e2e/"
-#: Engines of SGLang at the same ports in each of these files.
+#: Files whose SGLang engines use the same ports.
 SGLANG = tuple(f"tests/sglang_engines/test_sglang_{name}.py" for name in ("engines", "ranks", "router"))
 #: Those that are killed, paused, cut off and overfilled while clients stream.
 CHAOS = "tests/e2e/chaos/"
@@ -56,8 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Groups(LoadScopeScheduling):
-    """Deployments run in one worker, one after the other, beside the other files in the other workers. So do
-    SGLang's engines.
+    """Deployments run in one worker, one after the other, beside the other files in the other workers.
+    SGLang's engines do, too.
 
     (`--dist loadgroup` groups nothing with pytest 9.2.)
     """

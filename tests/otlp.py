@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import http.server
 import queue
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from ports import answering
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
@@ -30,19 +31,12 @@ class Collector(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Not on the test's output."""
+        """Keep requests off the test's output."""
 
 
 @contextmanager
 def collecting() -> Iterator[tuple[str, queue.Queue[ExportTraceServiceRequest]]]:
     """Its address, and what it gets."""
     handler = type("OneCollector", (Collector,), {"got": queue.Queue()})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", handler.got
-    finally:
-        server.shutdown()
-        thread.join(10)
-        server.server_close()
+    with answering(handler) as url:
+        yield url, handler.got

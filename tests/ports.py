@@ -1,10 +1,13 @@
-"""A port at which nobody listens, and that nobody is given meanwhile."""
+"""A port that is held without a listener, and one at which a double of an HTTP server answers."""
 
 from __future__ import annotations
 
 import socket
+import threading
 import weakref
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class HeldPort:
@@ -30,3 +33,16 @@ class HeldPort:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         return int(sock.getsockname()[1])
+
+
+@contextmanager
+def answering(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL of an HTTP server on loopback whose requests `handler` answers until the block ends."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(60)

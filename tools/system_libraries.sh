@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What tests need of the system and pip cannot install: the shared libraries that the mooncake package loads, and
-# etcd; with --slow, Chromium and Prometheus too. `make test` and `make test-slow` run this. Without them nothing
-# else is missing: the tests of mooncake, of etcd, of the dashboard in a browser and of deploy/prometheus are skipped.
+# Installs what pip cannot, for tests: the shared libraries that the mooncake package loads, and etcd; with --slow,
+# Chromium and Prometheus too. `make test` and `make test-slow` run this. Where it cannot, the tests of mooncake, of
+# etcd, of the dashboard in a browser and of deploy/prometheus are skipped.
 set -euo pipefail
 
 ldconfig=$(command -v ldconfig || echo /sbin/ldconfig)

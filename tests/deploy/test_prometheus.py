@@ -22,7 +22,7 @@ import pytest
 import yaml
 from killable import cluster, save_tokenizer
 
-from ports import HeldPort
+from ports import HeldPort, answering
 from segue.kv.ids import Role
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,9 +119,10 @@ def test_promtool_takes_the_files_and_each_alert_fires_for_its_fault() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-class Recorded:
+class Recorded(http.server.BaseHTTPRequestHandler):
     """A page of metrics as the connector in vLLM gives it, and the scrapes of it."""
 
+    scraped = threading.Semaphore(0)
     PAGE = b"""\
 vllm:segue_handoffs_total{model_name="m",engine="0",outcome="OK"} 5
 vllm:segue_kv_bytes_total{model_name="m",engine="0"} 5e6
@@ -129,32 +130,15 @@ vllm:segue_pinned_blocks{model_name="m",engine="0"} 3
 vllm:segue_quarantined_blocks{model_name="m",engine="0"} 0
 """
 
-    def __init__(self) -> None:
-        scraped = self.scraped = threading.Semaphore(0)
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write(self.PAGE)
+        self.scraped.release()
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.send_header("content-type", "text/plain; version=0.0.4")
-                self.end_headers()
-                self.wfile.write(Recorded.PAGE)
-                scraped.release()
-
-            def log_message(self, *_: Any) -> None:
-                """Not on the test's output."""
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
-        self.thread.start()
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.server.server_address[1]}"
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.thread.join(10)
-        self.server.server_close()
+    def log_message(self, *_: Any) -> None:
+        """Keep requests off the test's output."""
 
 
 @contextmanager
@@ -207,15 +191,14 @@ def test_a_prometheus_that_scrapes_segue_evaluates_every_panel_and_alert(tmp_pat
         body = {"prompt": list(range(3, 90)), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         for _ in range(2):
             made.post("/v1/completions", body)
-        # Of what no request here has met.
+        # No request here is retried or continued.
         made.metrics.retries.labels("PEER_LOST").inc()
         made.metrics.continuations.labels("PEER_LOST").inc()
-        recorded = Recorded()
-        stack.callback(recorded.close)
+        recorded = stack.enter_context(answering(Recorded)).removeprefix("http://")
         doors = [running.instance.http for running in made.running]
         instances = [f"{door.address[0]}:{door.address[1]}" for door in doors if door is not None]
         frontend = str(made.http.base_url.netloc.decode())
-        client = stack.enter_context(prometheus(tmp_path, frontend, [*instances, recorded.address]))
+        client = stack.enter_context(prometheus(tmp_path, frontend, [*instances, recorded]))
 
         def ask(expression: str) -> list[Any]:
             whole = expression.replace("$__rate_interval", "1m").replace("$instance", ".*")
@@ -227,7 +210,7 @@ def test_a_prometheus_that_scrapes_segue_evaluates_every_panel_and_alert(tmp_pat
         # A rate needs two scrapes of each target.
         deadline, scraped = time.monotonic() + 60, [0]
         while min(scraped) < 2 or len(scraped) < 4:
-            assert recorded.scraped.acquire(timeout=max(0.0, deadline - time.monotonic())), scraped
+            assert Recorded.scraped.acquire(timeout=max(0.0, deadline - time.monotonic())), scraped
             scraped = [int(series["value"][1]) for series in ask("sum_over_time(up[10m])")] or [0]
         quiet = {p["title"] for p in panels() if p.get("description", "").startswith("No data:")}
         empty = {where for where, expression in expressions().items() if not ask(expression)}

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ONCE = ("--rounds", "1")
-NOWHERE = ("--json", "/dev/null")
+ONE_PAIR = ("--pairs", "1", "--times", "1", "--json", "/dev/null")
 #: the sizes of each; MODEL stands for the folder of a model
 SMALLEST = {
     "abort": ("--aborts", "8", "--http", "1"),
@@ -26,19 +26,7 @@ SMALLEST = {
     "frontend": (*ONCE, "--streams", "2", "--tokens", "5", "--requests", "4"),
     "handoff": ("--requests", "2", "--warmup", "0", "--tokens", "32", "--model", "MODEL"),
     "layout": ONCE,
-    "observe_cost": (
-        "--pairs",
-        "1",
-        "--streams",
-        "2",
-        "--tokens",
-        "5",
-        "--times",
-        "1",
-        "--model",
-        "MODEL",
-        *NOWHERE,
-    ),
+    "observe_cost": (*ONE_PAIR, "--streams", "2", "--tokens", "5", "--model", "MODEL"),
     "open_rooms": (*ONCE, "--rooms", "1", "--hand-offs", "2"),
     "plan": ONCE,
     "ranges": ONCE,

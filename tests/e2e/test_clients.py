@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 from served import Served
+from tiny_model import TEMPLATE
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = Path(os.environ.get("CLIENTS_VENV") or Path(sys.prefix) / "clients") / "bin" / "python"
 NAMES = ("openai", "anthropic", "agents", "litellm", "langchain", "instructor", "open_webui")
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }} answer with <tool_call>\n{% endif %}"
-    "{% for m in messages %}<|258|>{{ m.role }}: {{ m.content or '' }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|258|>assistant: {% endif %}"
-)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import traffic
 from served import Served
-from tiny_model import VOCAB
+from tiny_model import TEMPLATE, VOCAB
 
 from ports import HeldPort
 
@@ -31,12 +31,6 @@ SERVE = (*SMALL, "--served-model-name", "tiny", "--port", "0")
 MAX_QUEUE = 4
 #: The token that is `<tool_call>` here.
 MARK = 259
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }} answer with <tool_call>\n{% endif %}"
-    "{% for m in messages %}<|258|>{{ m.role }}: {{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<|258|>assistant: {% endif %}"
-)
 #: Every answer that it allows is short, so that random weights end it too.
 SCHEMA = {
     "type": "object",

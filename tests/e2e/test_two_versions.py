@@ -49,12 +49,12 @@ def run(source: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what the wheel of `EARLIER` installs."""
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the files that the wheel of `EARLIER` installs."""
     archive = subprocess.run(["git", "archive", EARLIER], cwd=ROOT, capture_output=True, check=False)
     if archive.returncode != 0:
         pytest.skip(f"this clone has no commit {EARLIER}")
-    folder = tmp_path_factory.mktemp("tagged")
+    folder = tmp_path_factory.mktemp("earlier")
     with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
         files.extractall(folder / "source", filter="data")
     words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder / "installed")]
@@ -65,9 +65,9 @@ def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def apart(tagged: Path) -> list[Versions]:
+def apart(earlier: Path) -> list[Versions]:
     """The two ranges of the first protocol of which there is no common version; empty if there is none."""
-    said = run(tagged, RANGES)
+    said = run(earlier, RANGES)
     if said.returncode != 0:
         pytest.skip(f"{EARLIER} says no range of versions")
     theirs = msgspec.json.decode(said.stdout, type=list[Versions])
@@ -78,9 +78,9 @@ def apart(tagged: Path) -> list[Versions]:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("older", ["prefill", "decode"])
 def test_this_version_and_an_earlier_one_hand_over_or_say_why_not(
-    tagged: Path, apart: list[Versions], older: str, transport: str
+    earlier: Path, apart: list[Versions], older: str, transport: str
 ) -> None:
-    decode, prefill = (ROOT / "src", tagged) if older == "prefill" else (tagged, ROOT / "src")
+    decode, prefill = (ROOT / "src", earlier) if older == "prefill" else (earlier, ROOT / "src")
     done = run(decode, OTHER_CHILD, str(prefill), str(ROOT / "examples" / "handover.py"), transport)
     if apart:
         assert "protocol in common" in done.stderr
@@ -93,14 +93,14 @@ def test_this_version_and_an_earlier_one_hand_over_or_say_why_not(
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_instances_are_replaced_by_this_version_one_by_one_under_load(
-    tagged: Path, apart: list[Versions], tiny: Path
+    earlier: Path, apart: list[Versions], tiny: Path
 ) -> None:
     """Clients of a frontend of each version: no request fails, and each greedy answer is the same at every
     stage."""
     if apart:
         pytest.skip(f"{EARLIER} and this tree speak no version in common: {apart[0]} and {apart[1]}")
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-    older = {name: {"PYTHONPATH": str(tagged)} for name in (*names, "frontend-older")}
+    older = {name: {"PYTHONPATH": str(earlier)} for name in (*names, "frontend-older")}
     frontends = ("frontend", "frontend-older")
     with Cluster(tiny, names, frontends=frontends, environ=older) as made:
         registry = f"http://127.0.0.1:{made.registry.port}"

@@ -7,22 +7,30 @@ from typing import Any
 
 VOCAB = 256 + 8
 CONTEXT_TOKENS = 4096
+#: A chat template with tools, whose calls have the form of Hermes.
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} answer with <tool_call>\n{% endif %}"
+    "{% for m in messages %}<|258|>{{ m.role }}: {{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<|258|>assistant: {% endif %}"
+)
 
 
-def save(folder: Path, config: Any = None) -> Path:
-    """Write the model into `folder`, the same one each time; of another family if its `config` is given."""
+def save(folder: Path, config: Any = None, **sizes: int) -> Path:
+    """Write the model into `folder`, the same one each time; with other `sizes`, or of another family if its
+    `config` is given."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+    sizes = {"hidden_size": 64, "max_position_embeddings": CONTEXT_TOKENS} | sizes
     config = config or LlamaConfig(
+        **sizes,
         vocab_size=VOCAB,
-        hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT_TOKENS,
         eos_token_id=257,
         bos_token_id=256,
         pad_token_id=256,

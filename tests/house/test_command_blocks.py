@@ -7,19 +7,17 @@ import re
 import shlex
 import stat
 import subprocess
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from test_docs import PAGES, ROOT
+from test_docs import PAGES, ROOT, blocks
 
 from segue.cli.main import main
 from segue.server.settings.commands import COMMANDS
 from segue.server.settings.layers import Layers, build, parse_toml, settings
 
-BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 #: A block without a language is commands; `text` is output or a drawing.
 LANGUAGES = {"", "bash", "mermaid", "python", "text", "toml"}
 
@@ -56,7 +54,7 @@ RUN = {
     "(umask 077": ("house/test_command_blocks.py", "def test_the_secret"),
     "head -c 32 /dev/urandom": ("house/test_command_blocks.py", "def test_the_secret"),
 }
-#: Those that no test can run here.
+#: Commands that no test can run here, and why.
 NOT_RUN = {
     "git clone": "no address yet",
     "python3 -m venv lm": "lm-eval is 1 GiB: docs/clients.md says with which version it was run",
@@ -69,11 +67,6 @@ NOT_RUN = {
     "vllm bench serve": "not installed: docs/clients.md names the versions that were tried by hand",
     "pytest -m soak": "it is the test",
 }
-
-
-def blocks(text: str) -> list[tuple[str, str]]:
-    """The language and the content of each block."""
-    return [(language, textwrap.dedent(content)) for _, language, content in BLOCK.findall(text)]
 
 
 def commands(text: str) -> list[str]:
@@ -157,7 +150,7 @@ def test_commands_that_would_fail_are_found() -> None:
         assert len(faults(bad)) == 1, bad
 
 
-# ---- those that need neither a model nor other hosts are run as they stand -----------------------------
+# ---- commands that need neither a model nor other hosts run as they stand -----------------------------
 
 
 def of_page(name: str, start: str) -> list[str]:

@@ -23,6 +23,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
@@ -31,6 +32,11 @@ CODE_HEADING = re.compile(r"^### `([A-Z_]+)` *$", re.MULTILINE)
 FOLDER = re.compile(r"`((?:src|tests|bench|docs|tools|examples)/[\w/-]*)`")
 #: A path with a folder in it. Files of models and results that a command writes have none, or another ending.
 FILE = re.compile(r"(?<![\w./…~-])((?:[\w-]+/)+[\w.-]+\.(?:py|md|txt|json))\b")
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """The language and the content of each block."""
+    return [(language, textwrap.dedent(content)) for language, content in BLOCK.findall(text)]
 
 
 def anchors(text: str) -> set[str]:
@@ -77,10 +83,10 @@ def path_faults(page: str, text: str) -> list[str]:
 def commands(text: str) -> list[tuple[list[str], bool]]:
     """The `segue` commands of a page as words, and whether each is whole: a line of a block is, a span of
     code may only name a command and some of its flags."""
-    blocks = [line.strip() for block in FENCE.findall(text) for line in block.splitlines()[1:-1]]
+    lines = [line.strip() for _, content in blocks(text) for line in content.splitlines()]
     spans = [span.strip("`") for span in SPAN.findall(FENCE.sub("", text))]
     found = []
-    for line, whole in [(line, True) for line in blocks] + [(span, False) for span in spans]:
+    for line, whole in [(line, True) for line in lines] + [(span, False) for span in spans]:
         if re.match(r"(\.venv/bin/)?segue +(?!is )[a-z-]", line):
             words = shlex.split(line.strip().partition("  ")[0], comments=True)[1:]
             found.append(([word for word in words if word != "…"], whole))
@@ -183,14 +189,10 @@ def test_every_sentence_of_the_page_of_troubles_is_one_that_segue_says() -> None
 
 
 def test_python_on_a_page_compiles() -> None:
-    blocks = [
-        textwrap.dedent(block)
-        for page in PAGES
-        for block in re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.M | re.S)
-    ]
-    assert blocks
-    for block in blocks:
-        compile(block, "page", "exec")
+    made = [content for page in PAGES for name, content in blocks(page.read_text()) if name == "python"]
+    assert made
+    for content in made:
+        compile(content, "page", "exec")
 
 
 # ---- the rules find faults --------------------------------------------------------------------------

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import browser
 import pytest
+
+from ports import answering
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("DOCS_VENV") or Path(sys.prefix) / "docs") / "bin" / "sphinx-build"
@@ -25,7 +24,7 @@ LOADS = {"src", "srcset", "href", "poster", "data", "style"}
 
 
 class Loads(HTMLParser):
-    """What a page loads by itself from other addresses."""
+    """The addresses elsewhere from which a page loads by itself."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -58,20 +57,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """A plain server of files, at this address."""
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join(60)
-
-
 @pytest.mark.slow
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
@@ -102,7 +87,8 @@ def test_a_reader_searches_the_files_and_sees_diagrams(site: Path, tmp_path: Pat
             "return [...document.querySelectorAll('.search a')].map(a => a.getAttribute('href'))",
             lambda links: "docs/protocol.html" in {link.partition("#")[0] for link in links},
         )
-        with served(site) as url:  # a browser does not tell which files a page loads
+        files = functools.partial(SimpleHTTPRequestHandler, directory=site)
+        with answering(files) as url:  # a browser does not tell which files a page loads
             page.open(f"{url}/docs/protocol.html")
             page.until("return document.querySelectorAll('pre.mermaid > svg').length", (4).__eq__)
             names = page.run(loaded)

@@ -22,30 +22,30 @@ START_S = 200
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A program whose log is `log` and which answers at `address` once it is ready."""
+    """A server at `url`, whose log is `log`."""
 
     process: subprocess.Popen[bytes]
     log: Path
-    address: str
+    url: str
 
     def ready(self) -> None:
-        """Wait for that."""
+        """Wait until it says that it is healthy; fail if it ends before."""
         deadline = time.monotonic() + START_S
-        while not healthy(self.address):
+        while not healthy(self.url):
             assert self.process.poll() is None, f"it has ended, see {self.log}"
             assert time.monotonic() < deadline, f"it is not ready, see {self.log}"
             time.sleep(0.5)  # it says so nowhere else
 
 
 @contextlib.contextmanager
-def running(command: list[str], core: int | str, log: Path, ready: str) -> Iterator[Running]:
-    """A program until the block ends; its process group is ended at last. Others can start beside it."""
+def running(command: list[str], core: int | str, log: Path, url: str) -> Iterator[Running]:
+    """A server until the block ends; its process group is ended at last. Others can start beside it."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment(core), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        yield Running(process, log, ready)
+        yield Running(process, log, url)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -67,13 +67,13 @@ def serve(
         *("--num-gpu-blocks-override", "256", "--no-enable-prefix-caching", "--max-num-seqs", "8"),
         *("--kv-transfer-config", json.dumps(transfer_config(role, **extra)), *arguments),
     ]
-    return running(command, core, log / f"{role}.log", f"http://127.0.0.1:{port}/health")
+    return running(command, core, log / f"{role}.log", f"http://127.0.0.1:{port}")
 
 
-def healthy(address: str) -> bool:
+def healthy(url: str) -> bool:
     """Whether a server says so."""
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(address, timeout=5).status_code == 200
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
     return False
 
 
@@ -116,16 +116,16 @@ def until(address: str, name: str, wanted: float, within_s: float = 15) -> None:
 
 
 class Servers:
-    """A prefill and a decode server, once both are ready, by their addresses and the port of `GET /query`;
-    `pids` are those of their processes."""
+    """The URLs of a prefill and a decode server, once both are ready, and the port of `GET /query`; `pids`
+    are those of their processes, `log` is the folder of their logs."""
 
-    def __init__(
-        self, prefill: str, decode: str, query_port: int, log: Path, both: tuple[Running, Running]
-    ) -> None:
-        self.prefill, self.decode, self.query_port, self.log = prefill, decode, query_port, log
+    def __init__(self, prefill: Running, decode: Running, query_port: int = 0) -> None:
+        both = prefill, decode
         for server in both:
             server.ready()
+        self.prefill, self.decode, self.query_port = prefill.url, decode.url, query_port
         self.pids = [server.process.pid for server in both]
+        self.log = prefill.log.parent
         self.handed_over = 0
 
     def check(self, more: int) -> None:

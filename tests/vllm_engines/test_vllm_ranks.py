@@ -33,8 +33,7 @@ def test_tensor_parallel_sizes_that_differ(model: Path, tmp_path: Path, ranks: t
         serve(model, "kv_producer", "nobind", first, tmp_path, *sizes[0], transport=["tcp"]) as prefill,
         serve(model, "kv_consumer", "nobind", second, tmp_path, *sizes[1], transport=["tcp"]) as decode,
     ):
-        addresses = (f"http://127.0.0.1:{port}" for port in (first, second))
-        servers = Servers(*addresses, 0, tmp_path, (prefill, decode))
+        servers = Servers(prefill, decode)
         asked = prompts(8, seed=18)
         wanted = [text(servers.decode, prompt, count=COUNT) for prompt in asked]
         for prompt, answer in zip(asked, wanted, strict=True):
@@ -65,8 +64,7 @@ def test_two_data_parallel_ranks(model: Path, tmp_path: Path) -> None:
         ) as prefill,
         serve(model, "kv_consumer", "nobind", second, tmp_path, transport=["tcp"]) as decode,
     ):
-        addresses = (f"http://127.0.0.1:{port}" for port in (first, second))
-        servers = Servers(*addresses, query, tmp_path, (prefill, decode))
+        servers = Servers(prefill, decode, query)
         asked = prompts(8, seed=19)
         wanted = [text(servers.decode, prompt, count=COUNT) for prompt in asked]
         engine_ids = engine_ids_at(query)

@@ -34,8 +34,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         serve(model, "kv_producer", 0, first, log, query_port=query, **extra) as prefill,
         serve(model, "kv_consumer", 1, second, log, **extra) as decode,
     ):
-        addresses = (f"http://127.0.0.1:{port}" for port in (first, second))
-        yield Servers(*addresses, query, log, (prefill, decode))
+        yield Servers(prefill, decode, query)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_behind_vllm_router(servers: Servers, wanted: dict[tuple[int, ...], str]
     ]
     asked = [list(prompt) for prompt in wanted]
     router = f"http://127.0.0.1:{port.port}"
-    with running(command, 0, servers.log / f"router-{kind}.log", f"{router}/health") as started:
+    with running(command, 0, servers.log / f"router-{kind}.log", router) as started:
         started.ready()
         assert texts(router, asked) == list(wanted.values())
     servers.check(REQUESTS)
@@ -108,17 +107,17 @@ def test_what_llm_ds_sidecar_sends(servers: Servers, flow: str) -> None:
 def test_a_killed_agent_fails_the_health_check(servers: Servers) -> None:
     """At the next request: vLLM's workers do nothing without one."""
     [agent] = agents(servers.pids[1])
-    assert healthy(f"{servers.decode}/health")
+    assert healthy(servers.decode)
     agent.kill()
     [prompt] = prompts(1, seed=10)
     body = {"model": "dummy", "prompt": prompt, "max_tokens": 8}
     with contextlib.suppress(httpx.TransportError):  # the server may have ended
         assert httpx.post(f"{servers.decode}/v1/completions", json=body, timeout=60).status_code >= 500
     deadline = time.monotonic() + 30
-    while healthy(f"{servers.decode}/health"):
+    while healthy(servers.decode):
         assert time.monotonic() < deadline
         time.sleep(0.1)  # it is asked, and says nothing by itself
-    assert healthy(f"{servers.prefill}/health")
+    assert healthy(servers.prefill)
 
 
 def agents(server: int) -> list[psutil.Process]:

@@ -23,13 +23,12 @@ from numpy.typing import NDArray
 
 from segue.engine.grammar_check import GrammarChecker
 from segue.engine.grammar_compile import compile_grammar, make_tokenizer, one_line
-from segue.engine.request import Grammar
+from segue.engine.request import MAX_GRAMMAR_BYTES, Grammar
 from segue.kv import Internal, InvalidRequest, OutOfCapacity, SegueError
 
 if TYPE_CHECKING:
     import transformers
 
-MAX_GRAMMAR_BYTES = 64 * 2**10
 MAX_CACHED = 64
 #: Memory of the compiled grammars that are kept, as they were measured when they were tried.
 MAX_CACHED_BYTES = 256 * 2**20

@@ -77,25 +77,25 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llgu
 
 
 def _lark(tokenizer: llguidance.LLTokenizer, grammar: CallGrammar) -> str:
-    """The Lark source of free text with calls. A special token is no text, and is named by its number."""
+    """The Lark source of free text with calls. A special token is not text: Lark names it by its number."""
 
-    def said(pieces: list[str]) -> str:
+    def sequence(pieces: list[str]) -> str:
         return " ".join(name for piece in pieces if (name := _special(tokenizer, piece) or _text(piece)))
 
     mark, *rest = grammar.open
     special = _special(tokenizer, mark)
     opened = f"opened: TEXT {special}" if special else f"opened[lazy]: TEXT {_text(mark)}"
-    more = "" if grammar.between is None else f"({said(grammar.between)} call)*"
+    more = "" if grammar.between is None else f"({sequence(grammar.between)} call)*"
     lines = [
         "start: block* TEXT",
-        f"block: opened {said(rest)} call {more} {said(grammar.close)}",
+        f"block: opened {sequence(rest)} call {more} {sequence(grammar.close)}",
         opened,
         r"TEXT: /(.|\n)*/",
         f"call: {' | '.join(f'call_{at}' for at in range(len(grammar.calls)))}",
     ]
     for at, call in enumerate(grammar.calls):
         schema = json.dumps(call.schema | {"x-guidance": _JSON_OPTIONS})
-        lines.append(f"call_{at}: {said(call.before)} %json {schema} {said(call.after)}")
+        lines.append(f"call_{at}: {sequence(call.before)} %json {schema} {sequence(call.after)}")
     return "\n".join(lines)
 
 

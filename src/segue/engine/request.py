@@ -16,6 +16,10 @@ from segue.kv import DpRanks, ErrorInfo, FinishReason, TokenLogprob
 Wait = Callable[[], Awaitable[None]]
 
 
+#: The longest text of a `Grammar` that an instance takes.
+MAX_GRAMMAR_BYTES = 64 * 2**10
+
+
 class Grammar(msgspec.Struct, frozen=True):
     """A constraint on the output text: a JSON schema, any JSON object, a regex or a choice; or free text in
     which calls have a form (`text` is the JSON of a `CallGrammar`)."""
@@ -35,8 +39,8 @@ class FormedCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class CallGrammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """Free text with blocks of calls. `open[0]` begins a block, wherever it stands in the text: from there on
-    the output is one of `calls`, then `close`. With `between` a block may have several, with that between
-    them."""
+    the output is one of `calls`, then `close`. With `between` a block may have several calls, which
+    `between` separates."""
 
     open: list[str]
     calls: list[FormedCall]

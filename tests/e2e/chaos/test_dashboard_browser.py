@@ -1,6 +1,6 @@
 """The dashboard as its user sees it: a real deployment in a headless Chromium.
 
-`SCREENSHOTS=FOLDER` keeps pictures of it: those of docs/images, and the same in the dark and narrow.
+`SCREENSHOTS=FOLDER` keeps pictures of it: light (those of docs/images), dark, and dark and narrow.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ pytestmark = [
 STATE = "return document.getElementById('state').innerText"
 ABOUT = "return document.getElementById('about').innerText"
 ROWS = "return [...document.querySelectorAll('#%s tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
-#: Roles of things that need a name.
+#: Roles that need a name for a screen reader.
 NAMED = {"button", "heading", "image", "region", "table"}
 WIDTH, HEIGHT = 1200, 1100
-#: What a name ends with, the window, and whether it is dark.
+#: The end of a picture's name, the window's width and height, dark colours.
 PICTURES = (("", WIDTH, HEIGHT, False), ("-dark", WIDTH, HEIGHT, True), ("-narrow", 380, 2400, True))
 
 
@@ -93,7 +93,7 @@ def look(page: Browser, cluster: Cluster) -> None:
     assert drawing.startswith("1 frontends, 1 prefill instances, 2 decode")
     picture(page, "streams")
 
-    # A screen reader has a name for each thing that it can name.
+    # Each element with one of these roles has a name for a screen reader.
     nodes = page.devtools("Accessibility.getFullAXTree")["nodes"]
     named = [(node["role"]["value"], node["name"]["value"]) for node in nodes if "name" in node]
     assert {role for role, name in named if role in NAMED and name} == NAMED

@@ -22,8 +22,8 @@ from segue.kv.transport.kinds import KINDS, USABLE
 pytestmark = pytest.mark.timeout(240)
 
 COUNT = 8
-#: Of Mooncake `make test-slow` runs the conformance tests.
 AVAILABLE = KINDS.available()
+#: Mooncake has its conformance tests in `make test-slow`, and these in `make soak`.
 LIBRARIES = [
     pytest.param(
         name,

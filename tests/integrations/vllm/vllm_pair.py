@@ -42,7 +42,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class LaunchedWork:
-    """What a device computes, once."""
+    """Work that was launched on a device; computed once."""
 
     def __init__(self, goes_on: threading.Event, work: Callable[[], object]) -> None:
         self.goes_on, self._work = goes_on, work

@@ -196,7 +196,7 @@ def test_retracted_sequences_come_back_on_every_rank(llama: Path) -> None:
         assert decode.scheduler.batch.retractions > 0, "the pool was too large to need one"  # type: ignore[attr-defined]
 
 
-@pytest.fixture(params=["tp2", ("pp2")])
+@pytest.fixture(params=["tp2", "pp2"])
 def generating(
     request: pytest.FixtureRequest, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Deployment, Running]]:

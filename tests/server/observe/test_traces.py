@@ -62,6 +62,11 @@ def record(**more: Any) -> RequestRecord:
     )
 
 
+def http_record(**more: Any) -> RequestRecord:
+    about: dict[str, Any] = {"began": 1.0, "traceparent": PARENT} | more
+    return RequestRecord(request_id="r", where="frontend http", role="http", seconds=1.0, **about)
+
+
 def test_a_collector_gets_the_record_and_its_steps_below_the_clients_span(collector: Queue) -> None:
     exporter = made()
     exporter.on_record(record(traceparent=PARENT, error=Internal("broken").info))
@@ -93,16 +98,7 @@ def test_a_span_of_our_own_stands_between_the_client_and_the_workers(collector: 
     assert own.endswith("-01")
     assert root.endswith("-01")
     assert root.split("-")[1] != own.split("-")[1]
-    http_record = RequestRecord(
-        request_id="r",
-        where="frontend http",
-        role="http",
-        began=1.0,
-        seconds=1.0,
-        traceparent=PARENT,
-        span=own,
-    )
-    exporter.on_record(http_record)
+    exporter.on_record(http_record(span=own))
     exporter.close()
     _, found = spans(collector)
     assert found["segue.http"].span_id.hex() == own.split("-")[2]
@@ -179,10 +175,7 @@ def test_a_record_s_span_is_at_its_time_on_the_wall_and_its_steps_follow_one_ano
     began = time.monotonic() - 60.0
     exporter = made()
     exporter.on_record(msgspec.structs.replace(record(traceparent=PARENT, attempt=2), began=began))
-    http_record = RequestRecord(
-        request_id="r", where="frontend http", role="http", began=began, seconds=1.0, traceparent=PARENT
-    )
-    exporter.on_record(http_record)
+    exporter.on_record(http_record(began=began))
     exporter.close()
     about, found = spans(collector)
     assert about["service.name"] == "mine"
@@ -212,18 +205,12 @@ def test_a_server_s_span_fails_unless_its_status_is_the_client_s_error(
     kept: list[ReadableSpan] = []
     processor = SpanProcessor()
     processor.on_end = kept.append  # type: ignore[method-assign]
-    http_record = RequestRecord(
-        request_id="r",
-        where="frontend http",
-        role="http",
-        began=1.0,
-        seconds=1.0,
-        traceparent=PARENT,
+    ended = http_record(
         facts={"status": status},
         attributes={"http.request.method": "POST", "http.route": "/v1/completions", **told},
         error=Internal("broken").info,
     )
-    Traces({}, "segue-test", processor).on_record(http_record)
+    Traces({}, "segue-test", processor).on_record(ended)
     [span] = kept
     assert span.name == "POST /v1/completions"
     assert span.status.status_code is (StatusCode.ERROR if failed else StatusCode.UNSET)

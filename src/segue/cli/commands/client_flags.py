@@ -32,8 +32,8 @@ def add_top_arguments(command: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AskedServer:
-    """A server that a command asks: its URL, the file with an API key for it, and the certificate that it is
-    known by (else by its authority)."""
+    """A server that a command asks: its URL, the file with an API key for it, and the file with the one
+    certificate to trust (None: the authorities of this host)."""
 
     url: str
     api_key_file: str | None = None
@@ -71,8 +71,8 @@ def authorization(file: str | None) -> dict[str, str]:
 
 
 def trusting(https_cert: str | None) -> ssl.SSLContext:
-    """TLS that trusts the server with exactly this certificate, whatever names it has, or else the servers
-    that this host's authorities vouch for. Raises ConfigError."""
+    """A TLS context that trusts exactly the certificate in this file, whatever its names; without a file, the
+    authorities of this host. Raises ConfigError."""
     import ssl
 
     if https_cert is None:

@@ -37,7 +37,7 @@ from segue.server.settings.commands import OperatorConfig
 from segue.server.settings.registry_address import registry_places
 from segue.server.supervisor.local_deployments import local_deployments, local_instances
 
-#: Until an instance of this host that did not answer is asked again, in seconds.
+#: The pause before an instance of this host that did not answer is asked again, in seconds.
 AGAIN_S = 1.0
 
 
@@ -89,7 +89,8 @@ def own_instance(config: OperatorConfig) -> OperatorConfig:
 
 
 async def _drain_self(config: OperatorConfig, timeout_s: float) -> int:
-    """Its process runs: without an answer it is busy, and is asked again until the time is up."""
+    """Drain the instance of this host. If it does not answer it is busy, since its process runs: ask again
+    until `timeout_s` is over."""
     ends_at = time.monotonic() + timeout_s
     while True:
         try:

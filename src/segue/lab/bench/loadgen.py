@@ -73,7 +73,7 @@ class Target:
 
     @classmethod
     def of(cls, url: str, tls: Callable[[], ssl.SSLContext] = ssl.create_default_context) -> Target:
-        """Raises ConfigError for anything that is not an http(s) URL; `tls` says whom to trust."""
+        """Raises ConfigError for anything that is not an http(s) URL. `tls` makes the context for https."""
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -73,8 +73,8 @@ class Signal:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Objects that all calls of one fleet share. `news` is notified whenever a placement may have become
-    possible; `new_room` draws the id of an attempt's hand-off. `span_below` makes the `traceparent` of a
-    call's own span, which workers are told, from the request's; None: this process has no spans."""
+    possible; `new_room` draws the id of an attempt's hand-off. `span_below` makes a call's own `traceparent`
+    from the request's, for the workers; None in a process that exports no spans."""
 
     membership: Membership
     router: Router

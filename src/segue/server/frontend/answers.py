@@ -96,7 +96,7 @@ class Choice:
             self._undecided_tokens = self._undecided_tokens + len(ids) if parser.undecided else 0
 
     def stopped_by(self, reason: str | int | None) -> str | int | None:
-        """`reason` if the client has named it: as in vLLM, the token that ends every answer is none."""
+        """`reason` if the client has named it; None for the model's own end token, as in vLLM."""
         named = isinstance(reason, str) or reason in self.sample.request.sampling.stop_token_ids
         return reason if named else None
 

@@ -447,7 +447,7 @@ class OpenAIServer:
                 sample.request = msgspec.structs.replace(sample.request, traceparent=call.trace.child)
         meter = Meter(self.metrics, time.monotonic, started, self.inference(call))
         if call.trace.span:
-            call.inference = partial(inference_attributes, plan, meter, call.planned_at)
+            call.inference = partial(inference_attributes, operation_of(call.endpoint), plan, call.planned_at)
         async with asyncio.timeout(budget_s + self.settings.grace_s):
             if plan.stream:
                 await self._stream(call, plan, meter, budget_s, backend)
@@ -663,9 +663,8 @@ def _record_of(call: HttpCall, error: SegueError | None, started: float, seconds
 def _inference(call: HttpCall, at_s: float) -> InnerSpan | None:
     if call.inference is None:
         return None
-    operation = operation_of(call.endpoint)
-    attributes = {"gen_ai.operation.name": operation, **call.inference()}
-    name = f"{operation} {attributes['gen_ai.request.model']}"
+    attributes = call.inference()
+    name = f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}"
     return InnerSpan(span=call.trace.child, name=name, at_s=at_s, attributes=attributes)
 
 

@@ -51,7 +51,7 @@ _RESERVED = {
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools that the model is shown, and whether the answer must call one: `name`, or any (`forced`).
-    `grammar` forces that call, or gives those that the model makes itself their form."""
+    `grammar` forces that call, or binds the calls that the model makes by itself."""
 
     tools: list[dict[str, Any]] | None = None
     grammar: Grammar | None = None
@@ -128,12 +128,13 @@ class ReplyForm:
         return ReasoningParser(marks, calls, begun=begun)
 
 
-def reply_form(body: ChatBody, use: ToolUse, prompt: ChatPrompt, tokenizer: ModelTokenizer) -> ReplyForm:
-    """The form of the answers to `body`."""
-    template = tokenizer.chat_template(tools=use.tools is not None)
+def reply_form(
+    body: ChatBody, use: ToolUse, prompt: ChatPrompt, template: str | None, tokenizer: ModelTokenizer
+) -> ReplyForm:
+    """The form of the answers to `body`, whose prompt `template` made."""
     plain = _constrained(body)
     thoughts = body.separate_reasoning is not False
-    # Reasoning that stays in the text would leave a constrained answer no JSON.
+    # With reasoning in its text, a constrained answer would not be JSON.
     may_reason = thoughts if plain or use.forced else use.grammar is not None
     return ReplyForm(
         prompt,
@@ -276,8 +277,8 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number" if isinstance(value, float) else "null")
 
 
-def tool_use(body: ChatBody, template: str | None) -> ToolUse:
-    """The meaning of `tools` and `tool_choice` for a model with this chat template. Raises BadParam."""
+def tool_use(body: ChatBody, tokenizer: ModelTokenizer) -> ToolUse:
+    """The meaning of `tools` and `tool_choice` for this model. Raises BadParam."""
     tools, choice = body.tools or [], body.tool_choice
     if len(tools) > MAX_TOOLS:
         raise BadParam(f"tools: at most {MAX_TOOLS}, not {len(tools)}", "tools")
@@ -293,7 +294,7 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse:
     if choice in (None, "auto"):
         # A constrained answer is no call.
         strict = any(tool.function.strict for tool in tools) and not _constrained(body)
-        grammar = call_grammar(tools, template) if strict else None
+        grammar = call_grammar(tools, tokenizer.chat_template(tools=True)) if strict else None
         return ToolUse(shown, grammar, single=single, loose=strict and grammar is None)
     if choice == "required":
         return ToolUse(shown, _any_call(tools, 1 if single else MAX_CALLS), forced=True, single=single)

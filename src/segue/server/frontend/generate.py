@@ -121,8 +121,6 @@ class Meter:
         self._clock = clock
         self._started = started
         self._inference = inference
-        #: When the first token of any sample came, on the clock; 0 before.
-        self.first_at = 0.0
 
     @property
     def started(self) -> float:
@@ -130,7 +128,6 @@ class Meter:
 
     def first(self, sample: Sample) -> float:
         m, now = self._metrics, self._clock()
-        self.first_at = self.first_at or now
         sample.first_at = now
         m.waiting.dec()
         m.running.inc()

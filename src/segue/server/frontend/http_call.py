@@ -78,7 +78,7 @@ class HttpCall:
         #: When it was known what to generate, on the clock of `time.monotonic`; 0 before.
         self.planned_at = 0.0
         self.trace = NO_TRACE
-        #: the attributes of the inference's span; None before it is known, and where nobody follows
+        #: makes the attributes of the inference's span; None before planning, and without spans
         self.inference: Callable[[], dict[str, Attribute]] | None = None
         #: the number of the client's API key; empty unless the server has several
         self.tenant = str(scope.get(TENANT, ""))
@@ -168,8 +168,8 @@ class HttpCall:
             main.cancel()
 
     def http_attributes(self) -> dict[str, Attribute]:
-        """The attributes of its span that HTTP gives, by OpenTelemetry's names. No route of those that
-        generate has parameters: the path is the route."""
+        """The attributes of its span that OpenTelemetry's conventions for HTTP define. No endpoint that
+        generates has parameters in its route, so the path is the route."""
         scope = self._scope
         found: dict[str, Attribute] = {
             "http.request.method": scope["method"],
@@ -182,7 +182,7 @@ class HttpCall:
 
     def http_labels(self, error: str) -> tuple[str, str, str, str, str]:
         """The same as labels of a metric: method, route, status, scheme, error. `error` is the code with
-        which the request ended; a fault of the client is none of the server's."""
+        which the request ended; the label is empty for a 4xx, as the conventions ask."""
         scope, status = self._scope, "" if self.gone else str(self.status)
         fault = "" if status.startswith("4") else error
         return scope["method"], scope["path"], status, scope["scheme"], fault

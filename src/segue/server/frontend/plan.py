@@ -40,8 +40,8 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(slots=True)
 class Plan:
-    """The generations to run and the form of the answer. `ignored`: fields of the body that change nothing
-    here, though the client may count on them."""
+    """The generations to run and the form of the answer. `ignored` names fields of the body that have no
+    effect."""
 
     answer: Answer
     stream: bool
@@ -82,8 +82,8 @@ class Planner:
     def chat(self, body: ChatBody, card: ModelCard, call_id: str) -> Plan:
         """Raises BadParam for what is wrong in `body`."""
         logprobs = _chat_logprobs(body)
-        template = self.tokenizer.chat_template(tools=bool(body.tools) and body.tool_choice != "none")
-        use = tool_use(body, template)
+        use = tool_use(body, self.tokenizer)
+        template = self.tokenizer.chat_template(tools=use.tools is not None)
         grammar = grammar_of(body)
         if use.grammar is not None and grammar is not None:
             raise BadParam(
@@ -104,7 +104,7 @@ class Planner:
         check_prompt(prompt.ids, card, "messages")
         max_tokens, max_tokens_param = asked_tokens(body)
         n = samples(body)
-        form = reply_form(body, use, prompt, self.tokenizer)
+        form = reply_form(body, use, prompt, template, self.tokenizer)
         params = sampling(
             body,
             card,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from segue.server.frontend.generate import Meter
 from segue.server.frontend.plan import Plan
 from segue.server.messages.records import Attribute
 
@@ -16,12 +15,13 @@ def operation_of(endpoint: str) -> str:
     return "text_completion" if endpoint in _TEXT else "chat"
 
 
-def inference_attributes(plan: Plan, meter: Meter, planned_at: float) -> dict[str, Attribute]:
-    """The request's settings and the answer's counts so far. `planned_at` is when it was known what to
-    generate, on the meter's clock. Values that mean "off" are left out."""
+def inference_attributes(operation: str, plan: Plan, planned_at: float) -> dict[str, Attribute]:
+    """The request's settings and the answer's counts so far. `planned_at` is the end of planning, on the
+    clock of the samples' `first_at`. Values that mean "off" are left out."""
     answer, samples = plan.answer, plan.samples
     asked, usage = samples[0].request.sampling, answer.usage()
     found: dict[str, Attribute] = {
+        "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": answer.shape.model,
         "gen_ai.response.model": answer.shape.model,
@@ -34,8 +34,8 @@ def inference_attributes(plan: Plan, meter: Meter, planned_at: float) -> dict[st
     }
     if plan.stream:
         found["gen_ai.request.stream"] = True
-        if meter.first_at:
-            found["gen_ai.response.time_to_first_chunk"] = meter.first_at - planned_at
+        if begun := [sample.first_at for sample in samples if sample.first_at]:
+            found["gen_ai.response.time_to_first_chunk"] = min(begun) - planned_at
     if len(samples) > 1:
         found["gen_ai.request.choice.count"] = len(samples)
     if asked.top_k:

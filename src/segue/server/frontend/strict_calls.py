@@ -1,9 +1,9 @@
 """A grammar for the calls that a model decides to make itself, where a tool is `strict`.
 
-The text is free. From the mark on that opens a call the grammar binds: the arguments of a strict tool follow
-its schema, those of another tool are any object. The chat template shows the form of a call, as
-`frontend.tools` reads it. Calls that are no JSON (LFM2, Qwen-Coder, GLM) have no grammar, nor have calls
-without a mark of their own (Llama, Python).
+The text is free. The grammar binds from the mark that opens a call: the arguments of a strict tool follow
+its schema, the arguments of another tool are any object. The chat template shows the form of a call, as
+`frontend.tools` reads it. There is no grammar for calls that are not JSON (LFM2, Qwen-Coder, GLM) or have no
+mark of their own (Llama, Python).
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from typing import Final
 
 import msgspec
 
-from segue.engine.request import CallGrammar, FormedCall, Grammar
+from segue.engine.request import MAX_GRAMMAR_BYTES, CallGrammar, FormedCall, Grammar
 from segue.server.frontend.openai_types import Tool
-
-#: The longest grammar that an instance takes (`engine.grammar`).
-_MAX_BYTES: Final = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +31,8 @@ class _CallForm:
 
 
 def call_grammar(tools: list[Tool], template: str | None) -> Grammar | None:
-    """The grammar of answers that may call `tools`. None where the form of the model's calls is not known, or
-    the schemas together are too long."""
+    """The grammar of answers that may call `tools`. None if the form of the model's calls is unknown, or the
+    schemas together are too long."""
     form = _form(template or "")
     if form is None:
         return None
@@ -47,7 +44,7 @@ def call_grammar(tools: list[Tool], template: str | None) -> Grammar | None:
         calls.append(FormedCall(before, schema or {"type": "object"}, list(form.after)))
     between = None if form.between is None else list(form.between)
     text = msgspec.json.encode(CallGrammar(list(form.open), calls, between, list(form.close)))
-    return Grammar("tool_calls", text.decode()) if len(text) <= _MAX_BYTES else None
+    return Grammar("tool_calls", text.decode()) if len(text) <= MAX_GRAMMAR_BYTES else None
 
 
 def _form(template: str) -> _CallForm | None:

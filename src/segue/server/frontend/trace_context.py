@@ -12,9 +12,9 @@ _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """`parent` is what the client sent, `child` what the workers are told: the same, or the inference's span,
-    which is below `span`, the HTTP request's. `span` is empty in a process that exports no spans, all three
-    where nobody follows the request."""
+    """The spans of a request as `traceparent`s. `parent` is the client's, `span` the HTTP request's. `child`
+    goes to the workers: the inference's span below `span`, or `parent` in a process that exports no spans,
+    where `span` is empty. All three are empty for a request without a trace."""
 
     parent: str = ""
     child: str = ""
@@ -26,7 +26,7 @@ NO_TRACE = TraceContext()
 
 
 def passed_on(parent: str) -> TraceContext:
-    """Without spans of our own the workers are told what the client said."""
+    """The client's span for the workers, in a process that exports no spans."""
     return TraceContext(parent, parent) if parent else NO_TRACE
 
 

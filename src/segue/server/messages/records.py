@@ -40,8 +40,8 @@ Attribute = bool | int | float | str | list[str]
 
 
 class InnerSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A span within a record's own, from `at_s` seconds after its `began` to its end. `span` (a traceparent)
-    is what the workers were told."""
+    """A span within a record's own, from `at_s` seconds after the record's `began` to its end. `span` is the
+    `traceparent` that the workers got."""
 
     span: str
     name: str
@@ -56,7 +56,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `where` names the process and `role` its kind (`http` for a whole HTTP request). `began` is when it got
     the request, on its own monotonic clock. `seconds` is the time until its end, or so far while it is not
     `ended`. `facts` are counts (tokens, bytes), `traceparent` (W3C) is the span above this one, `span` its
-    own if others are told of it. `attributes` and `inner` are for traces alone.
+    own if it is passed on. `attributes` and `inner` are for traces alone.
     """
 
     request_id: str

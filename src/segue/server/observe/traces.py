@@ -94,16 +94,16 @@ class Traces:
     def on_record(self, record: RequestRecord) -> None:
         """Export a record's span and those of its steps, if its trace is followed."""
         try:
-            self._hear(record)
-        except Exception:  # the boundary: what is told of a request must not change its end
+            self._export_record(record)
+        except Exception:  # the boundary: a fault of traces must not change the end of a request
             log.exception("the spans of a request were not made", extra=about(record.request_id))
 
-    def _hear(self, record: RequestRecord) -> None:
+    def _export_record(self, record: RequestRecord) -> None:
         known = record.span or record.traceparent
         if not known:
             return
-        mine = _context(record.span) if record.span else self._new(_context(known))
-        if not mine.trace_flags.sampled:
+        context = _context(record.span) if record.span else self._new(_context(known))
+        if not context.trace_flags.sampled:
             return
         from opentelemetry.trace import SpanKind
 
@@ -115,16 +115,14 @@ class Traces:
         for step, end_s in record.timed():
             if inner is None or step.at_s < inner.at_s:
                 times = start_ns + int(step.at_s * _NS), start_ns + int(end_s * _NS)
-                said: dict[str, Attribute] = {"segue.text": step.text} if step.text else {}
-                self._export(step.name.split()[0], self._new(mine), mine, times, said)
+                text: dict[str, Attribute] = {"segue.text": step.text} if step.text else {}
+                self._export(step.name.split()[0], self._new(context), context, times, text)
         failure = None if record.error is None else record.error.text
-        failed: dict[str, Attribute] = {}
-        if record.error is not None:
-            failed["error.type"] = record.error.code.value
+        failed: dict[str, Attribute] = {} if record.error is None else {"error.type": record.error.code.value}
         if inner is not None:
             times = start_ns + int(inner.at_s * _NS), end_ns
             found = {**inner.attributes, **failed}
-            self._export(inner.name, _context(inner.span), mine, times, found, SpanKind.CLIENT, failure)
+            self._export(inner.name, _context(inner.span), context, times, found, SpanKind.CLIENT, failure)
         own: dict[str, Attribute] = {**record.attributes}
         own |= {f"segue.{name}": count for name, count in record.facts.items() if name != "status"}
         own |= {"segue.request_id": record.request_id, "segue.where": record.where}
@@ -133,10 +131,10 @@ class Traces:
         above = _context(record.traceparent) if record.traceparent else None
         kind = SpanKind.CLIENT if record.role == "frontend" else SpanKind.SERVER
         if "http.response.status_code" in own and 400 <= record.facts["status"] < 500:
-            failure = None  # an error of the client is none of the server's span
+            failure = None  # by the conventions a 4xx is no failure of the server's span
         else:
             own |= failed
-        self._export(_name(record), mine, above, (start_ns, end_ns), own, kind, failure)
+        self._export(_name(record), context, above, (start_ns, end_ns), own, kind, failure)
 
     def _new(self, above: SpanContext) -> SpanContext:
         from opentelemetry.trace import SpanContext

@@ -45,8 +45,8 @@ class LocalInstance(LocalProcess, frozen=True, kw_only=True):
 
 
 class LocalDeployment(LocalProcess, frozen=True, kw_only=True):
-    """A frontend that runs here: the URL for clients, the files with their API keys and with the certificate
-    that they are shown, and the name of its model; `registry` is its own."""
+    """A frontend that runs here: its URL for clients, the name of its model, the files with its API keys and
+    its certificate; `registry` is its own."""
 
     url: str
     model: str
