@@ -17,6 +17,7 @@ OLDEST := $(VENV)-oldest
 VLLM := $(VENV)-vllm
 SGLANG := $(VENV)-sglang
 RAY := $(VENV)-ray
+RAY_LLM := $(VENV)-ray-llm
 VLLM_VERSION := 0.32.0
 
 # Tests use one thread per process and never ask a model hub; this many processes run them at once. Those that
@@ -159,6 +160,18 @@ test-ray: $(RAY)/.segue-setup ## segue on Ray Serve, on a cluster of several ray
 	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default --timeout=900 -o faulthandler_timeout=1000 -m ray tests/ray_cluster $(ARGS)
 	@$(TEST_ENV) $(RAY)/bin/python -m pytest -n 0 -W default tests/integrations/ray
 
+# Ray, vLLM and what Ray's extra `llm` adds, in one environment. Ray 2.60's ingress answers 400 with FastAPI 0.165.
+$(RAY_LLM)/.segue-setup: $(RAY)/.segue-setup $(VLLM)/.segue-setup
+	@test -x $(RAY_LLM)/bin/python || $(BIN)/python -m venv $(RAY_LLM)
+	@echo "ray-llm: the environment $(RAY_LLM) (0.3 GiB on disk)"
+	@printf '%s\n' $(foreach venv,$(RAY) $(VLLM) $(VENV),$(CURDIR)/$(venv)/lib/python3*/site-packages) \
+		> $$(echo $(RAY_LLM)/lib/python3*/site-packages)/segue.pth
+	@$(RAY_LLM)/bin/python -m pip install $(QUIET) fastapi==0.136.3 pyarrow hf_transfer smart_open pandas opencensus pybind11
+	@touch $@
+
+test-ray-llm: $(RAY_LLM)/.segue-setup ## vLLM in ray.serve.llm with segue's backend, on a cluster of two raylets
+	@$(TEST_ENV) PYTHONPATH=src $(RAY_LLM)/bin/python -m pytest -n 0 -W default --timeout=900 -o faulthandler_timeout=1000 -m ray tests/ray_llm $(ARGS)
+
 soak: transports ## the long tests that 'make test' and 'make test-slow' leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 -o faulthandler_timeout=0 $(ARGS)
 
@@ -176,5 +189,5 @@ fmt: setup ## format and sort imports
 	@$(BIN)/ruff format --quiet .
 
 clean: ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SGLANG) $(RAY) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SGLANG) $(RAY) $(RAY_LLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """`ray.serve.llm` with segue's backend and real vLLM engines on CPUs, on a cluster of two raylets.
 
-`make test-ray-llm` runs it. Two replicas of prefill and one of decode answer as one vLLM engine does alone, and
-each prompt's KV comes from prefill: the engines cache no prefixes, so cached tokens are those of the connector.
+`make test-ray-llm` runs it. Two replicas of prefill and one of decode answer as one vLLM engine does alone.
+The engines cache no prefixes, so tokens that vLLM counts as cached are those that came from prefill.
 A hand-off that fails is an error (`kv_load_failure_policy` is `fail`).
 """
 
@@ -78,14 +78,13 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     secret = tmp_path_factory.mktemp("secret") / "secret"
     secret.write_text("5e" * 32)
     secret.chmod(0o600)
-    held = HeldPort()
+    port = HeldPort().port
     cluster = Cluster()
     try:
         cluster.add_node(num_cpus=8, include_dashboard=False, object_store_memory=STORE_BYTES)
         cluster.add_node(num_cpus=8, object_store_memory=STORE_BYTES)
         ray.init(address=cluster.address, log_to_driver=False)
-        held.release()
-        serve.start(http_options={"host": "127.0.0.1", "port": held.port})
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
         register_connector()
 
         def side(role: str, replicas: int, **extra: Any) -> LLMConfig:
@@ -99,9 +98,12 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             )
 
         peers = [f"{ray.util.get_node_ip_address()}/32"]
-        sides = {"prefill_config": side("kv_producer", 2), "decode_config": side("kv_consumer", 1, peers=peers)}
+        sides = {
+            "prefill_config": side("kv_producer", 2),
+            "decode_config": side("kv_consumer", 1, peers=peers),
+        }
         serve.run(build_pd_openai_app(sides), name="llm", route_prefix="/")
-        yield f"http://127.0.0.1:{held.port}"
+        yield f"http://127.0.0.1:{port}"
         serve.shutdown()
     finally:
         ray.shutdown()
