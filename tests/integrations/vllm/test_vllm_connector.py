@@ -169,12 +169,14 @@ def test_both_sides_need_the_same_secret(stack: ExitStack, module: Any, tmp_path
     decode.add(request("d1", TOKENS, prefill.answers["p1"]))
     until([prefill, decode], lambda: "d1" in decode.ends)
     assert decode.loaded == ["d1"]
-    with pytest.raises(ConfigError, match="secret_file"):
-        module.SegueConnector(
-            vllm_config("kv_producer", secret_file=str(tmp_path / "none")),
-            KVConnectorRole.SCHEDULER,
-            kv_cache_config(),
-        )
+    (tmp_path / "empty").write_text("\n")
+    for wrong in ("none", "empty"):
+        with pytest.raises(ConfigError, match="secret_file"):
+            module.SegueConnector(
+                vllm_config("kv_producer", secret_file=str(tmp_path / wrong)),
+                KVConnectorRole.SCHEDULER,
+                kv_cache_config(),
+            )
 
 
 @pytest.mark.parametrize(

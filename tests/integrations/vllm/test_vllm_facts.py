@@ -10,6 +10,7 @@ from types import SimpleNamespace as Double
 from typing import Any
 
 import pytest
+from vllm_doubles import FullAttentionSpec
 
 from segue.integrations.vllm.vllm_claim import Media
 from segue.integrations.vllm.vllm_facts import (
@@ -59,7 +60,19 @@ def engine_config(**changes: Any) -> Double:
     return config
 
 
-ONE_GROUP = Double(kv_cache_groups=[object()])
+def groups(*specs: type) -> Double:
+    return Double(kv_cache_groups=[Double(kv_cache_spec=spec()) for spec in specs])
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowSpec:
+    pass
+
+
+ONE_GROUP = groups(FullAttentionSpec)
 
 
 def test_a_plain_engine_is_supported() -> None:
@@ -107,8 +120,16 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], sente
 def test_hybrid_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 KV cache groups"):
         check_engine(
-            engine_facts(engine_config(), Double(kv_cache_groups=[object(), object()])), ConnectorSettings()
+            engine_facts(engine_config(), groups(FullAttentionSpec, FullAttentionSpec)), ConnectorSettings()
         )
+
+
+def test_a_kv_cache_without_the_whole_prompt_is_refused() -> None:
+    """vLLM gives the blocks outside of a sliding window to others, and names block 0 in their place."""
+    with pytest.raises(ConfigError, match="a KV cache of SlidingWindowSpec"):
+        check_engine(engine_facts(engine_config(), groups(SlidingWindowSpec)), ConnectorSettings())
+    latents = engine_facts(engine_config(), groups(MLAAttentionSpec))
+    assert check_engine(latents, ConnectorSettings()) is Role.PREFILL
 
 
 def test_an_agent_serves_one_rank_of_a_cpu() -> None:
@@ -150,6 +171,7 @@ def test_the_cache_as_its_layers_describe_it() -> None:
 def model(folder: Path | str, longest: int = 2048, **configuration: Any) -> Double:
     return Double(
         max_model_len=longest,
+        multimodal_config=None,
         hf_config=Double(to_dict=lambda: {"hidden_size": 8, "_name_or_path": str(folder), **configuration}),
         model=str(folder),
         revision=None,
@@ -190,6 +212,27 @@ def test_with_longrope_the_longest_sequence_is_a_part_of_the_fingerprint(tmp_pat
     )
     one, other = (weights_fingerprint(model(folder, longest, **rope), "auto") for longest in (2048, 8192))
     assert one != other
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"mm_processor_kwargs": {"do_resize": False}},
+        {"video_pruning_rate": 0.5},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+    ],
+)
+def test_what_the_server_does_to_images_is_a_part_of_the_fingerprint(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    """vLLM's hash of an image has the arguments of its request alone."""
+    plain = {"mm_processor_kwargs": None, "video_pruning_rate": None, "video_pruning_method": "evs"}
+    served = written(tmp_path / "a", os.urandom(5000))
+    served.multimodal_config = Double(**plain)
+    fingerprint = weights_fingerprint(served, "auto")
+    assert weights_fingerprint(served, "auto") == fingerprint
+    served.multimodal_config = Double(**(plain | other))
+    assert weights_fingerprint(served, "auto") != fingerprint
 
 
 def test_weights_without_files_are_known_by_name(caplog: pytest.LogCaptureFixture) -> None:

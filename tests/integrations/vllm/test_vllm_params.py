@@ -87,6 +87,10 @@ SEGUE: dict[str, Any] = to_decode()["segue"]  # type: ignore[assignment]
         (CONCURRENT_TO_DECODE | {"remote_bootstrap_addr": "http://host:99999"}, "remote_bootstrap_addr"),
         (CONCURRENT_TO_DECODE | {"remote_bootstrap_addr": "http://[::1"}, "remote_bootstrap_addr"),
         ({"do_remote_prefill": True, "segue": SEGUE | {"room": 77}}, "room"),
+        ({"do_remote_prefill": True, "segue": SEGUE | {"host": "\ud800"}}, "host|utf-8"),
+        ({"do_remote_prefill": True, "segue": SEGUE | {"signature": "\ud800"}}, "signature|utf-8"),
+        ({"do_remote_decode": "\ud800"}, "utf-8"),
+        ({"\ud800": True}, "utf-8"),
         ({"do_remote_prefill": True, "segue": SEGUE | {"room": "0"}}, "room"),
         ({"do_remote_prefill": True, "segue": SEGUE | {"room": str(2**64)}}, "room"),
         ({"do_remote_prefill": True, "segue": SEGUE | {"port": 0}}, "port"),
@@ -160,7 +164,12 @@ def test_a_claim_covers_weights_and_dtype(model: ModelFacts) -> None:
 
 @pytest.mark.parametrize(
     ("more", "why"),
-    [({"lora_name": "l"}, "LoRA 'l'"), ({"embeds": True}, "embeddings"), ({"tokens": 0}, "tokens")],
+    [
+        ({"lora_name": "l"}, "LoRA 'l'"),
+        ({"embeds": True}, "embeddings"),
+        ({"tokens": 0}, "tokens"),
+        ({"cache_salt": "\ud800"}, "no text"),
+    ],
 )
 def test_kv_that_nothing_identifies_is_not_handed_over(more: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
@@ -183,6 +192,8 @@ def test_settings_have_defaults_and_take_all_keys() -> None:
         ({"zzz": 1}, "'zzz'; the keys are transport, "),
         ({"room_s": "5"}, "room_s"),
         ({"room_s": 0}, "room_s"),
+        ({"tls_key": "k", "tls_ca": "c"}, "tls_cert"),
+        ({"tls_cert": "c"}, "tls_cert"),
         ({"room_s": float("nan")}, "room_s"),
         ({"retain_s": -1}, "retain_s"),
         ({"port": 70000}, "port"),

@@ -194,6 +194,57 @@ def test_a_preempted_request_gets_the_blocks_of_rooms_too() -> None:
     engine.quiet(LOST)
 
 
+def test_a_room_whose_decode_failed_is_given_up_while_a_request_waits() -> None:
+    """A decode had it when it was to be given up, and prefill's engine does not hear that it failed."""
+    engine = rooms(blocks=10, count=1)
+    engine.worker.handoffs[1].bound = True
+    engine.add(request("late", 32, None))
+    assert [order.handoff for order in step(engine)] == [1]
+    engine.worker.handoffs[1].bound = False
+    for _ in range(20):
+        step(engine)
+    assert engine.worker.handoffs[1].aborted
+    engine.quiet(LOST)
+
+
+def waiting_after(preempted: str, *later: str) -> list[int]:
+    """The rooms that are given up when a request of 8 blocks is preempted while 4 of 10 are free and `later`
+    ones wait."""
+    engine = rooms(blocks=10, count=2)
+    table = engine.table
+    table.new_request(request(preempted, 32, None))
+    table.allocated(preempted, [], 0)
+    for name in later:
+        table.new_request(request(name, 4, None))
+    table.step([], [preempted])
+    return [order.handoff for order in table.take_orders() if isinstance(order, EvictOrder)]
+
+
+def test_a_preempted_request_is_served_before_those_that_never_had_blocks() -> None:
+    assert waiting_after("big") == waiting_after("big", "small", "small too") == [1, 2]
+
+
+def test_a_preempted_request_needs_the_blocks_of_what_it_has_generated() -> None:
+    engine = rooms(blocks=10, count=2)
+    engine.table.new_request(request("r", 4, None, max_tokens=100))
+    engine.table.allocated("r", [], 0)
+    engine.table.step([ScheduledChunk("r", 0, 4, [])])
+    engine.table.step([ScheduledChunk("r", 31, 1, [])])
+    engine.table.step([], ["r"])
+    assert [order.handoff for order in engine.table.take_orders()] == [1, 2]
+
+
+def test_a_request_that_is_resumed_in_the_step_of_its_preemption_does_not_wait() -> None:
+    """`reset_prefix_cache` preempts between two steps."""
+    engine = rooms(blocks=10, count=1)
+    engine.table.new_request(request("r", 32, None))
+    for _ in range(2):
+        engine.table.allocated("r", [], 0)
+    engine.table.step([ScheduledChunk("r", 0, 32, [])], ["r"])
+    assert engine.table.take_orders() == []
+    assert engine.table.sizes()["waiting"] == 0
+
+
 # ---- concurrent --------------------------------------------------------------------------------
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 from vllm_bench import LOST, TO_PREFILL, request
 from vllm_pair import CPU_ATTN, DeviceTensor, Pair, TensorWorker, expected, make_caches
 
@@ -26,13 +28,22 @@ from segue.integrations.vllm.vllm_memory import cache_pool
 from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
     BlocksReleased,
+    DeclineOrder,
     ExpectOrder,
     HandoffEnded,
     ReceiveOrder,
+    SessionAddress,
 )
 from segue.integrations.vllm.vllm_params import engine_id
-from segue.integrations.vllm.vllm_query import session_port
-from segue.integrations.vllm.vllm_rank import RankSide, Share, WorkerPlace, before_ranks_meet, lead
+from segue.integrations.vllm.vllm_query import RankDirectory, session_port
+from segue.integrations.vllm.vllm_rank import (
+    RankSide,
+    Share,
+    StepResults,
+    WorkerPlace,
+    before_ranks_meet,
+    lead,
+)
 from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
 from segue.integrations.vllm.vllm_table import RequestEnd
 from segue.integrations.vllm.vllm_worker import WorkerSide
@@ -41,7 +52,10 @@ from segue.kv import (
     BootstrapTimeout,
     ChecksumMode,
     ConfigError,
+    Incarnation,
     Internal,
+    KVManager,
+    LeaderId,
     Memory,
     PeerLost,
     PeerRestarted,
@@ -401,6 +415,25 @@ def test_prefill_gives_up_rooms_that_nobody_has_when_it_lacks_blocks(stack: Exit
     at_rest(pair)
 
 
+def test_prefill_gives_up_a_room_whose_decode_left_when_it_lacked_blocks(stack: ExitStack) -> None:
+    """Long before the room's time."""
+    pair = Pair(stack, on_device=(True, True), transport=[], room_s=600.0)
+    [device] = side_of(pair, "prefill").devices
+    device.goes_on.clear()
+    hand_over(pair, "1", 60)  # 15 of 24 blocks; the device has not computed them
+    prefill = side_of(pair, "prefill").side
+    pair.until(lambda: prefill.sizes()["transfers"])
+    device.goes_on = threading.Event()
+    device.goes_on.set()
+    pair.prefill.add(request("late", 60))
+    for _ in range(100):
+        pair.step()
+    assert prefill.sizes()["transfers"], "decode still has the room"
+    pair.decode.abort("d1")
+    pair.until(lambda: "late" in pair.prefill.ends)
+    at_rest(pair)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", LoadFailurePolicy)
 def test_a_load_whose_prefill_is_gone(stack: ExitStack, policy: LoadFailurePolicy) -> None:
@@ -532,6 +565,95 @@ def test_a_second_hand_off_of_one_room_ends_at_once(stack: ExitStack, role: str)
     assert (ended.handoff, released) == (2, BlocksReleased(2))
     assert found.failed_recving == found.finished_recving == ({"b"} if role == "decode" else set())
     assert side.sizes()["halves"] == side.sizes()["keys"] == 1
+
+
+class SlowQuery:
+    """A `GET /query` that answers when it is told to."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.leader = LeaderId(Incarnation("b" * 32))
+        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self._stack = stack
+        port = self._listener.getsockname()[1]
+        self.address = SessionAddress(self.leader.incarnation, 0, "127.0.0.1", port, True)
+
+    def asked(self) -> socket.socket:
+        self._listener.settimeout(20)
+        connection = self._stack.enter_context(self._listener.accept()[0])
+        connection.recv(1000)
+        return connection
+
+    def answer(self, connection: socket.socket) -> None:
+        ranks = RankDirectory()
+        ranks.add(0, replace_struct(self.address, port=1))
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + ranks.answer())
+        connection.close()
+
+
+def collected(side: WorkerSide, until: Callable[[StepResults], object]) -> StepResults:
+    """The results of steps until a condition holds for them together."""
+    found, deadline = StepResults(), time.monotonic() + 20
+    while not until(found):
+        assert time.monotonic() < deadline, (found, side.sizes())
+        step = side.take_results()
+        found.reports += step.reports
+        found.finished_recving |= step.finished_recving
+        time.sleep(0.001)
+    return found
+
+
+def test_a_hand_off_of_a_room_that_another_had_while_it_waited_ends(stack: ExitStack) -> None:
+    """Its request would wait for ever, and its blocks never be free."""
+    pair, query = Pair(stack), SlowQuery(stack)
+    side, peer = side_of(pair, "decode").side, side_of(pair, "prefill").side.address
+    for handoff, name, where in ((1, "a", peer), (2, "b", query.address)):
+        side.begin_step([ReceiveOrder(handoff, name, RoomKey(7), where, 9, 0, [handoff], b"claim", 20.0)])
+    connection = query.asked()
+    side.begin_step([AbortOrder(1, LOST)])
+    collected(side, lambda found: BlocksReleased(1) in found.reports)
+    query.answer(connection)
+    deadline = time.monotonic() + 20
+    while not side.sizes()["keys"] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    side.begin_step([AbortOrder(2, LOST)])
+    found = collected(side, lambda found: BlocksReleased(2) in found.reports)
+    assert found.finished_recving == {"b"}
+    assert side.sizes()["halves"] == side.sizes()["keys"] == 0
+
+
+def test_a_peer_that_was_dropped_while_it_was_asked_is_dropped_again(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else decode would dial it for ever."""
+    dialled: set[LeaderId] = set()
+    add, remove = KVManager.add_peer, KVManager.remove_peer
+
+    def add_peer(self: KVManager, leader: LeaderId, host: str, port: int) -> None:
+        dialled.add(leader)
+        add(self, leader, host, port)
+
+    def remove_peer(self: KVManager, leader: LeaderId) -> None:
+        dialled.discard(leader)
+        remove(self, leader)
+
+    monkeypatch.setattr(KVManager, "add_peer", add_peer)
+    monkeypatch.setattr(KVManager, "remove_peer", remove_peer)
+    pair, query = Pair(stack), SlowQuery(stack)
+    side = side_of(pair, "decode").side
+
+    def decline(*peers: SessionAddress) -> None:
+        side.begin_step([DeclineOrder(RoomKey(3), peer, LOST, b"") for peer in peers])
+
+    others = [SessionAddress(f"{i:032x}", 0, "127.0.0.1", 1, False) for i in range(1, 200)]
+    decline(query.address)
+    connection = query.asked()
+    decline(*others[:100])
+    query.answer(connection)
+    deadline = time.monotonic() + 20
+    while query.leader not in dialled and time.monotonic() < deadline:
+        time.sleep(0.001)
+    decline(*others[100:])
+    assert query.leader not in dialled
 
 
 def test_an_order_for_what_has_ended_is_ignored(stack: ExitStack) -> None:

@@ -45,6 +45,10 @@ class _Empty:
     pass
 
 
+class FullAttentionSpec(Double):
+    """A KV cache that keeps all blocks of a prompt."""
+
+
 @dataclass
 class KVConnectorTransferResults:
     finished_sending: set[str] | None = None
@@ -121,6 +125,7 @@ def vllm_config(role: str, policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPU
             quantization=None,
             seed=0,
             max_model_len=2048,
+            multimodal_config=None,
             get_total_num_kv_heads=lambda: HEADS,
         ),
         compilation_config=Double(static_forward_context={"layers.0.attn": layer}),
@@ -129,7 +134,7 @@ def vllm_config(role: str, policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPU
 
 def kv_cache_config(block: int = 4) -> Any:
     """vLLM's one KV cache group."""
-    spec = Double(block_size=block, head_size=DIM, dtype="torch.float32")
+    spec = FullAttentionSpec(block_size=block, head_size=DIM, dtype="torch.float32")
     return Double(kv_cache_groups=[Double(kv_cache_spec=spec)], num_blocks=BLOCKS)
 
 

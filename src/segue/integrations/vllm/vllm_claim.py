@@ -76,4 +76,10 @@ def claim_of(request: EngineRequest, model: ModelFacts) -> bytes:
         request.lora_weights,
         [(media.content, media.offset, media.length) for media in request.media],
     )
-    return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=32).digest()
+    try:
+        content = msgspec.msgpack.encode(fields)
+    except UnicodeError as error:
+        raise InvalidRequest(
+            f"a prompt whose salt or adapter is no text is not handed over: {error}"
+        ) from None
+    return hashlib.blake2b(content, digest_size=32).digest()

@@ -307,9 +307,12 @@ def _read_secret(path: str) -> bytes:
     if not path:
         return b""
     try:
-        return Path(path).read_bytes().strip()
+        secret = Path(path).read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"secret_file {path}: {error.strerror}") from None
+    if not secret:
+        raise ConfigError(f"secret_file {path} is empty")
+    return secret
 
 
 def _computed_on_gpu() -> Callable[[], object]:

@@ -20,6 +20,8 @@ from segue.kv import ConfigError
 
 log = logging.getLogger("segue.vllm")
 
+#: vLLM's class of a KV cache whose manager keeps all blocks of a prompt; others put block 0 for some.
+_WHOLE_CACHE = "FullAttentionSpec"
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 #: The adapters that were used last.
 _MAX_ADAPTERS = 1024
@@ -33,6 +35,10 @@ _SAMPLE_BYTES = 4096
 def engine_facts(config: Any, caches: Any) -> EngineFacts:
     """The facts for `check_engine`, from vLLM's `VllmConfig` and `KVCacheConfig`."""
     parallel, speculative = config.parallel_config, config.speculative_config
+    kinds = [type(group.kv_cache_spec) for group in caches.kv_cache_groups]
+    partial = [
+        kind.__name__ for kind in kinds if _WHOLE_CACHE not in [base.__name__ for base in kind.__mro__]
+    ]
     return EngineFacts(
         kv_role=str(config.kv_transfer_config.kv_role),
         kv_dtype=str(config.cache_config.cache_dtype),
@@ -44,6 +50,7 @@ def engine_facts(config: Any, caches: Any) -> EngineFacts:
         data_ranks=parallel.data_parallel_size,
         context_ranks=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
         draft_method=str(speculative.method) if speculative is not None else "",
+        partial_cache=partial[0] if partial else "",
         weight_updates=config.weight_transfer_config is not None,
         sleep_mode=bool(config.model_config.enable_sleep_mode),
     )
@@ -92,6 +99,10 @@ def weights_fingerprint(model: Any, load_format: str) -> str:
     # With longrope vLLM chooses the rotary factors by the longest sequence that it serves.
     longest = model.max_model_len if "longrope" in json.dumps(configuration, default=str) else 0
     add(configuration, str(model.quantization), longest)
+    if model.multimodal_config is not None:
+        # vLLM's hash of an image has the processor's arguments of its request, not those of the server.
+        media = model.multimodal_config
+        add(media.mm_processor_kwargs or {}, media.video_pruning_rate, media.video_pruning_method)
     folder = None if load_format == "dummy" else _folder(model)
     files = [] if folder is None else sorted(p for kind in _WEIGHT_FILES for p in folder.glob(kind))
     if not files:

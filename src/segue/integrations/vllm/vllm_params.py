@@ -44,7 +44,7 @@ _HTTP_ADDRESS = re.compile(
 )
 
 _Port = Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
-_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[\x21-\x7e]*$")]
 
 
 class RoomAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +61,7 @@ class RoomAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: _Host
     port: _Port
     tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
-    signature: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    signature: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}$")] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def parse_params(
         return None
     try:
         wire = msgspec.convert({k: v for k, v in params.items() if k not in IGNORED}, _TransferParams)
-    except (msgspec.ValidationError, TypeError, AttributeError) as error:
+    except (msgspec.ValidationError, TypeError, AttributeError, UnicodeError) as error:
         raise InvalidRequest(f"kv_transfer_params: {str(error)[:500]}") from None
     if wire.do_remote_decode and wire.do_remote_prefill:
         raise InvalidRequest("kv_transfer_params: do_remote_decode and do_remote_prefill cannot both be true")

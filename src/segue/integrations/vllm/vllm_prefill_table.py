@@ -36,6 +36,10 @@ from segue.kv import (
     new_room,
 )
 
+#: After so many steps a room is given up once more: a decode that had it may have failed, and the worker
+#: is not told of that.
+_EVICT_AGAIN_STEPS = 16
+
 
 @dataclass(slots=True)
 class _Prompt:
@@ -68,12 +72,13 @@ class PrefillTable(SchedulerTable):
         self.address: PeerAddress | None = None
         self._make_room = make_room
         self._prompts: dict[str, _Prompt] = {}
-        #: blocks that the prompt of each request needs
+        #: blocks that each request needs: those of its prompt, and of what it has generated
         self._needs: dict[str, int] = {}
-        #: requests that have no blocks, in the order in which they lost or never had them
+        #: requests that have no blocks, in vLLM's order: first those that lost them
         self._waiting: dict[str, None] = {}
-        #: hand-offs that were told to end unless somebody has them
-        self._evicted: set[int] = set()
+        self._steps = 0
+        #: hand-offs that were told to end unless somebody has them, and in which step
+        self._evicted: dict[int, int] = {}
 
     def new_request(self, request: EngineRequest) -> None:
         """Prepare the hand-off that the params ask for. If it cannot be made, a warning is logged: prefill
@@ -110,8 +115,14 @@ class PrefillTable(SchedulerTable):
     def step(self, scheduled: Iterable[ScheduledChunk], preempted: Iterable[str] = ()) -> None:
         """Concurrent flow: send the chunk of each request in this step. Both flows: give up rooms whose
         blocks a request waits for."""
-        preempted = list(preempted)
-        self._waiting |= dict.fromkeys(self._needs.keys() & preempted)
+        preempted, scheduled = set(preempted), list(scheduled)
+        if preempted:
+            self._waiting = {**{name: None for name in self._needs if name in preempted}, **self._waiting}
+        for chunk in scheduled:
+            self._waiting.pop(chunk.request_id, None)  # vLLM may resume a request in the step that names it
+            if (needed := self._needs.get(chunk.request_id)) is not None:
+                held = self.block_count(chunk.computed + chunk.scheduled)
+                self._needs[chunk.request_id] = max(needed, held)
         self._evict()
         for request_id in preempted:
             self._preempted(request_id)
@@ -180,9 +191,13 @@ class PrefillTable(SchedulerTable):
         prompt.sent = end
 
     def _evict(self) -> None:
-        self._evicted &= self._open.keys()
+        self._steps += 1
+        self._evicted = {handoff: at for handoff, at in self._evicted.items() if handoff in self._open}
         if not self._waiting:
             return
+        for handoff, told in self._evicted.items():
+            if self._steps - told >= _EVICT_AGAIN_STEPS and not self.is_over(handoff):
+                self._give_up(handoff)
         needed = self._needs[next(iter(self._waiting))] - self.free_blocks()
         needed -= sum(map(self.pins.blocks_of, self._evicted))
         for handoff, request_id in self._open.items():
@@ -190,10 +205,13 @@ class PrefillTable(SchedulerTable):
                 return
             if request_id in self._prompts or handoff in self._evicted or self.is_over(handoff):
                 continue
-            error = OutOfCapacity("prefill needed the blocks for another request before decode came")
-            self.order(EvictOrder(handoff, error.info))
-            self._evicted.add(handoff)
+            self._give_up(handoff)
             needed -= self.pins.blocks_of(handoff)
+
+    def _give_up(self, handoff: int) -> None:
+        error = OutOfCapacity("prefill needed the blocks for another request before decode came")
+        self.order(EvictOrder(handoff, error.info))
+        self._evicted[handoff] = self._steps
 
     def _preempted(self, request_id: str) -> None:
         prompt = self._prompts.get(request_id)

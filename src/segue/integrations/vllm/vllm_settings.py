@@ -66,6 +66,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         for name in ("port", "transport_port", "query_port"):
             if not 0 <= getattr(self, name) < 2**16:
                 raise ValueError(f"{name} must be in 0 … 65535, not {getattr(self, name)}")
+        tls = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(tls) and not all(tls):
+            raise ValueError("give tls_cert, tls_key and tls_ca, or none of them")
         for peer in self.peers:
             if "/" in peer:
                 ipaddress.ip_network(peer)
@@ -90,8 +93,8 @@ def parse_settings(extra: Mapping[str, object] | None) -> ConnectorSettings:
 class EngineFacts:
     """The parts of vLLM's configuration that the connector needs to start: `kv_role`, the KV cache's dtype
     and the device; the number of KV cache groups, of each kind of parallel ranks and of KV heads; the method
-    of speculative decoding; and whether weights may be replaced at run time or memory given back (sleep
-    mode)."""
+    of speculative decoding; the kind of KV cache if it does not keep the KV of a whole prompt (a sliding
+    window alone); and whether weights may be replaced at run time or memory given back (sleep mode)."""
 
     kv_role: str
     kv_dtype: str = "auto"
@@ -103,6 +106,7 @@ class EngineFacts:
     data_ranks: int = 1
     context_ranks: int = 1
     draft_method: str = ""
+    partial_cache: str = ""
     weight_updates: bool = False
     sleep_mode: bool = False
 
@@ -126,6 +130,10 @@ def check_engine(facts: EngineFacts, settings: ConnectorSettings) -> Role:
             f"--kv-cache-dtype {facts.kv_dtype}: its scales are not in the KV",
         ),
         (facts.kv_cache_groups != 1, f"{facts.kv_cache_groups} KV cache groups (hybrid models)"),
+        (
+            bool(facts.partial_cache),
+            f"a KV cache of {facts.partial_cache}, which does not keep the whole prompt",
+        ),
         (facts.pipeline_stages != 1, f"--pipeline-parallel-size {facts.pipeline_stages}"),
         (
             facts.kv_heads % facts.tensor_ranks != 0,

@@ -232,13 +232,16 @@ class WorkerSide:
                     self._decline(order)
 
     def _expect(self, order: ExpectOrder) -> None:
-        half = self._remember(_WorkerHandoff(order.handoff, order.room, self._units(order.prompt_tokens)))
+        half = _WorkerHandoff(order.handoff, order.room, self._units(order.prompt_tokens))
+        self._halves[half.handoff] = half
         try:
-            half.handle = self._manager.expect(
+            handle = self._manager.expect(
                 order.room, half.units, order.budget_s, claim=order.claim, retain_s=order.retain_s or None
             )
         except SegueError as error:
             self._never_began(half, error.info)
+        else:
+            self._began(half, handle)
 
     def _send(self, order: SendOrder) -> None:
         half = self._halves.get(order.handoff)
@@ -255,7 +258,7 @@ class WorkerSide:
         half = _WorkerHandoff(order.handoff, order.room, self._units(order.prompt_tokens))
         half.request_id, half.peer = order.request_id, order.peer.leader
         half.pages, half.prefix = order.blocks, order.prefix_tokens // self._unit
-        self._remember(half)
+        self._halves[half.handoff] = half
         self._peer(half.peer).open += 1
         deadline = self._clock.now() + order.budget_s
 
@@ -265,7 +268,7 @@ class WorkerSide:
             try:
                 self._manager.add_peer(order.peer.leader, host, port)
                 # vLLM's prefill learns its decode from the destination alone.
-                half.handle = self._manager.receive(
+                handle = self._manager.receive(
                     order.room,
                     order.peer.leader,
                     half.units,
@@ -275,6 +278,8 @@ class WorkerSide:
                 )
             except SegueError as error:
                 self._never_began(half, error.info)
+            else:
+                self._began(half, handle)
 
         self._with_session(order.peer, receive, lambda error: self._never_began(half, error))
 
@@ -289,6 +294,7 @@ class WorkerSide:
 
     def _decline(self, order: DeclineOrder) -> None:
         def decline(host: str, port: int) -> None:
+            self._peer(order.peer.leader)  # while its `GET /query` was asked, the peer may have been dropped
             self._manager.add_peer(order.peer.leader, host, port)
             self._manager.decline(order.room, order.peer.leader, order.error, claim=order.claim)
             self._drop_peers()
@@ -368,10 +374,10 @@ class WorkerSide:
 
     # ---- both, under the lock -----------------------------------------------------------------
 
-    def _remember(self, half: _WorkerHandoff) -> _WorkerHandoff:
-        self._halves[half.handoff] = half
-        self._by_key.setdefault(half.key, half)
-        return half
+    def _began(self, half: _WorkerHandoff, handle: KVSender | KVReceiver) -> None:
+        # Not before: another half may have had the key while this one waited for its session.
+        half.handle = handle
+        self._by_key[half.key] = half
 
     def _never_began(self, half: _WorkerHandoff, error: ErrorInfo) -> None:
         if not half.ended:
