@@ -172,7 +172,8 @@ class Cluster:
         self._lock = threading.RLock()
         self._past: dict[str, list[tuple[float, list[str]]]] = {}
         sh("ip", "link", "set", "lo", "up")
-        sh("ip", "link", "add", "core", "type", "bridge")
+        # Else the bridge takes the address of a port, and pods go on with it after that port has left.
+        sh("ip", "link", "add", "core", "address", "02:00:00:00:00:01", "type", "bridge")
         for address in (CLIENT, NAME_SERVER):
             sh("ip", "address", "add", f"{address}/16", "dev", "core")
         sh("ip", "link", "set", "core", "up")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-import uvloop
+from segue.kv.event_loop import EventLoop
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ class IoThread(LoopIo):
     """
 
     def __init__(self, on_error: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._runner = asyncio.Runner(loop_factory=EventLoop)
         super().__init__(self._runner.get_loop())
         if on_error is not None:
             self.loop.set_exception_handler(lambda _loop, context: on_error(context))

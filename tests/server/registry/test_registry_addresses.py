@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -135,6 +136,29 @@ async def test_a_name_stands_for_all_addresses_that_it_resolves_to_at_the_time()
         known.remove("127.0.0.1")
         assert await anext(watch) == []
     await rank.node.close()
+
+
+@run
+async def test_instances_stay_while_nobody_answers_for_their_name() -> None:
+    rank, asked = Rank(record(A)), asyncio.Semaphore(0)
+    port, away = await rank.listen(), False
+
+    async def getaddrinfo(name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+        asked.release()
+        if away:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [(0, 0, 0, "", ("127.0.0.1", port))]
+
+    asyncio.get_running_loop().getaddrinfo = getaddrinfo  # type: ignore[method-assign, assignment]
+    async with client(f"dns://segue.internal:{port}") as registry:
+        watch = registry.watch()
+        assert names(await anext(watch)) == [A]
+        away = True
+        for _ in range(4):
+            await asked.acquire()
+        assert names(await anext(registry.watch())) == [A]
+        await rank.node.close()
+        assert await anext(watch) == []
 
 
 @run

@@ -331,9 +331,8 @@ def frontend(args: argparse.Namespace) -> int:
             check_port(config.host, config.port)
         logs.event(log, "config", **config.derived())
         with frozen_imports():
-            import uvloop
-
             from segue.cli.commands.frontend import run as serve_http
+            from segue.kv.event_loop import EventLoop
 
         try:
             with contextlib.ExitStack() as listed:
@@ -344,7 +343,8 @@ def frontend(args: argparse.Namespace) -> int:
                         list_deployment(listed, config, url, model, config.registry, config.secret_file)
                     report_ready(lifeline, config.label, url)
 
-                loaded = uvloop.run(serve_http(config, ready, lifeline))
+                with asyncio.Runner(loop_factory=EventLoop) as runner:
+                    loaded = runner.run(serve_http(config, ready, lifeline))
         except asyncio.CancelledError:
             log.warning("event=stopped_at_once")
             return 1
