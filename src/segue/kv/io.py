@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from segue.kv.event_loop import EventLoop
+from segue.kv.session.event_loop import EventLoop
 
 T = TypeVar("T")
 

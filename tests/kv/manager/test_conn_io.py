@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from segue.kv.event_loop import MAX_LOOKUPS
 from segue.kv.io import SLICE_S, IoThread
+from segue.kv.session.event_loop import MAX_LOOKUPS
 
 
 class StoodStill(Future[str]):

@@ -22,7 +22,7 @@ from segue.engine.cpu.processor import this_processor
 from segue.engine.model_names import served_name
 from segue.engine.models.model_store import cache_folder
 from segue.kv import ConfigError, Internal, Limits, OutOfCapacity, Role, SegueError
-from segue.kv.session import Tls, tls_from_files
+from segue.kv.session import EventLoop, Tls, tls_from_files
 from segue.server.frontend.keys import read_keys
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.host import this_host
@@ -332,7 +332,6 @@ def frontend(args: argparse.Namespace) -> int:
         logs.event(log, "config", **config.derived())
         with frozen_imports():
             from segue.cli.commands.frontend import run as serve_http
-            from segue.kv.event_loop import EventLoop
 
         try:
             with contextlib.ExitStack() as listed:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from segue.kv.session.api import SessionHandler as SessionHandler
     from segue.kv.session.deadline import Deadline as Deadline
     from segue.kv.session.dialer import Dialer as Dialer
+    from segue.kv.session.event_loop import EventLoop as EventLoop
     from segue.kv.session.guarded_listener import GuardedListener as GuardedListener
     from segue.kv.session.listen import listening as listening
     from segue.kv.session.listen import url_of as url_of
@@ -42,6 +43,7 @@ _MODULE_OF = {
     for module, names in {
         "segue.kv.addresses": "is_loopback",
         "segue.kv.backoff": "Backoff Uniform",
+        "segue.kv.session.event_loop": "EventLoop",
         "segue.kv.pending": "MAX_PENDING",
         "segue.kv.session.api": "PeerInfo Session SessionHandler",
         "segue.kv.session.deadline": "Deadline",

@@ -178,7 +178,7 @@ class RoomChecks:
         elif isinstance(message, _ENDS):
             self._waiting.get((node.me, message.transfer.sent_as), {}).pop(message.transfer, None)
             if before is not None and before.doubt == message.transfer != before.live:
-                # Its session was lost, and its machine ended then. What waited binds by this answer.
+                # Its session was lost, and its machine ended then: the next attempt binds by this answer.
                 before.doubt = None
                 self._count(4, "replaced after its answer")
         elif isinstance(event, events.SendChunk) and before is not None:
