@@ -32,7 +32,7 @@ def busy(hosts: RayHosts) -> list[str]:
     found = []
     for instance in hosts.listed():
         load = (instance.get("sight") or {}).get("load")
-        if load is None or load["running"] or load["waiting"] or load["pages"].get("quarantined"):
+        if load is None or load["running"] or load["waiting"] or load["pages_quarantined"]:
             found.append(f"{instance['instance']}: {load or instance.get('trouble')}")
     return found
 

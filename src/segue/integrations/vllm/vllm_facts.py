@@ -101,8 +101,8 @@ def weights_fingerprint(model: Any, load_format: str) -> str:
     add(configuration, str(model.quantization), longest)
     if model.multimodal_config is not None:
         # vLLM's hash of an image has the processor's arguments of its request, not those of the server.
-        media = model.multimodal_config
-        add(media.mm_processor_kwargs or {}, media.video_pruning_rate, media.video_pruning_method)
+        media, pruning = model.multimodal_config, ("video_pruning_rate", "video_pruning_method")
+        add(media.mm_processor_kwargs or {}, *(getattr(media, name, None) for name in pruning))
     folder = None if load_format == "dummy" else _folder(model)
     files = [] if folder is None else sorted(p for kind in _WEIGHT_FILES for p in folder.glob(kind))
     if not files:
