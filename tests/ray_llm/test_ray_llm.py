@@ -48,8 +48,8 @@ ALONE = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    asked = [{"prompt_token_ids": prompt} for prompt in json.loads(sys.argv[2])]
-    sampling = SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in json.load(sys.stdin)]
+    sampling = SamplingParams(temperature=0, max_tokens=int(sys.argv[2]), ignore_eos=True)
     answers = LLM(**json.loads(sys.argv[1])).generate(asked, sampling)
     print(json.dumps([one.outputs[0].text for one in answers]))
 """
@@ -122,10 +122,11 @@ def test_answers_are_those_of_one_engine_and_the_kv_is_prefills(url: str, model:
 
     with ThreadPoolExecutor(6) as clients:
         answers = list(clients.map(ask, asked))
-    words = [json.dumps(ENGINE | {"model": str(model)}), json.dumps(asked), str(WORDS)]
+    words = [json.dumps(ENGINE | {"model": str(model)}), str(WORDS)]
     alone = subprocess.run(
         [sys.executable, "-c", ALONE, *words],
         env=os.environ | VLLM,
+        input=json.dumps(asked),
         check=True,
         timeout=300,
         capture_output=True,
