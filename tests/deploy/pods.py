@@ -172,8 +172,10 @@ class Cluster:
         self._lock = threading.RLock()
         self._past: dict[str, list[tuple[float, list[str]]]] = {}
         sh("ip", "link", "set", "lo", "up")
-        # Else the bridge takes the address of a port, and pods go on with it after that port has left.
-        sh("ip", "link", "add", "core", "address", "02:00:00:00:00:01", "type", "bridge")
+        # Else the bridge of a node answers for the name server too, with the address of the link of one pod.
+        # When that pod leaves, the others send to nobody.
+        Path("/proc/sys/net/ipv4/conf/all/arp_ignore").write_text("1")
+        sh("ip", "link", "add", "core", "type", "bridge")
         for address in (CLIENT, NAME_SERVER):
             sh("ip", "address", "add", f"{address}/16", "dev", "core")
         sh("ip", "link", "set", "core", "up")

@@ -53,18 +53,25 @@ async def load(url: str, work: list[Ask], done: Callable[[int], None], over: thr
 
 def test_a_thousand_requests_while_a_node_an_actor_and_counts_change(hosts: RayHosts) -> None:
     hosts.run(prefill={"replicas": 2}, decode={"replicas": 1})
+    before = {instance["instance"] for instance in hosts.listed()}
     distinct = [ask for ask in asks(7, 40, vocab=250, longest=60, max_tokens=12) if ask.seed is None]
     once = threading.Event()
     once.set()
     expected = asyncio.run(load(hosts.url, distinct, lambda _: None, once))
     assert [result.error for result in expected] == [""] * len(distinct)
 
+    def counts(decode: int, **settings: Any) -> None:
+        hosts.run(prefill={"replicas": 2}, decode={"replicas": decode}, **settings)
+
+    # Another setting of each part: Serve replaces all actors, a few at a time.
+    other = {"request_budget_s": 250}
     steps: dict[int, tuple[str, Callable[[], object]]] = {
-        COUNT // 8: ("decode 1 -> 3", lambda: hosts.run(prefill={"replicas": 2}, decode={"replicas": 3})),
-        3 * COUNT // 8: ("kill a decode actor", lambda: hosts.actors("decode")[0].kill()),
-        4 * COUNT // 8: ("kill a prefill actor", lambda: hosts.actors("prefill")[0].kill()),
-        5 * COUNT // 8: ("remove a node", lambda: (hosts.add_node(), hosts.remove_node(hosts.nodes.pop(0)))),
-        7 * COUNT // 8: ("decode 3 -> 1", lambda: hosts.run(prefill={"replicas": 2}, decode={"replicas": 1})),
+        COUNT // 8: ("decode 1 -> 3", lambda: counts(3)),
+        2 * COUNT // 8: ("kill a decode actor", lambda: hosts.actors("decode")[0].kill()),
+        3 * COUNT // 8: ("kill a prefill actor", lambda: hosts.actors("prefill")[0].kill()),
+        4 * COUNT // 8: ("remove a node", lambda: (hosts.add_node(), hosts.remove_node(hosts.nodes.pop(0)))),
+        5 * COUNT // 8: ("rolling update", lambda: counts(3, **other)),
+        7 * COUNT // 8: ("decode 3 -> 1", lambda: counts(1, **other)),
     }
     due: queue.Queue[int] = queue.Queue()
     work = [distinct[i % len(distinct)] for i in range(COUNT)]
@@ -90,6 +97,7 @@ def test_a_thousand_requests_while_a_node_an_actor_and_counts_change(hosts: RayH
     assert wrong == []
     until(lambda: len(hosts.parts()) == 4, "two prefill, one decode and one frontend")
     until(lambda: len(hosts.listed()) == 3, "the entries of those that left are gone")
+    assert not before & {instance["instance"] for instance in hosts.listed()}
     until(lambda: busy(hosts) == [], "no request and no page is held")
     print(f"{len(results)} requests, {came}: 0 failed, 0 wrong")  # noqa: T201  the record of `make test-ray`
 
