@@ -144,6 +144,25 @@ def test_no_more_names_are_resolved_at_once_than_there_may_be_threads(
     assert str(MAX_LOOKUPS) in io.call(ask(), 30)
 
 
+def test_a_name_that_has_no_thread_can_be_asked_for_again(
+    io: IoThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = Names(monkeypatch)
+    names.answers.set()
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def ask() -> list[Any]:
+        with monkeypatch.context() as no_threads:
+            no_threads.setattr(threading.Thread, "start", start)
+            with pytest.raises(socket.gaierror, match="new thread"):
+                await io.loop.getaddrinfo("one", 80)
+        return await io.loop.getaddrinfo("one", 80)
+
+    assert io.call(ask(), 30) == [(2, 1, 6, "", ("192.0.2.7", 80))]
+
+
 SILENT = """
 import asyncio, socket
 from segue.kv import IoThread

@@ -37,8 +37,11 @@ class EventLoop(uvloop.Loop):
         if answer is None:
             if len(self._lookups) >= MAX_LOOKUPS:
                 raise socket.gaierror(socket.EAI_AGAIN, f"{MAX_LOOKUPS} other names are being resolved")
+            try:
+                threading.Thread(target=self._look_up, args=(asked,), name="segue-name", daemon=True).start()
+            except RuntimeError as error:  # as many threads as this process may have
+                raise socket.gaierror(socket.EAI_MEMORY, str(error)) from error
             answer = self._lookups[asked] = self.create_future()
-            threading.Thread(target=self._look_up, args=(asked,), name="segue-name", daemon=True).start()
         return await asyncio.shield(answer)
 
     def _look_up(self, asked: tuple[Any, ...]) -> None:
