@@ -151,7 +151,7 @@ COMMANDS = [
     (("unified", "--model", "m"), "serve,engine"),
     (("frontend", *REGISTRY), "serve,engine"),
     (("ps", *REGISTRY), "serve"),
-    (("top", *REGISTRY), "serve"),
+    (("top", "http://127.0.0.1:1"), "serve"),
     (("drain", *REGISTRY, "3fa94c01"), "serve"),
     (("resume", *REGISTRY, "3fa94c01"), "serve"),
     (("switch", *REGISTRY, "3fa94c01", "decode"), "serve"),
