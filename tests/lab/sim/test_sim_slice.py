@@ -232,6 +232,11 @@ def test_a_fault_that_lay_in_wait_to_the_end_is_over_at_rest() -> None:
     assert (outcome.text, outcome.injected) == ("", {"squeeze": 1})
 
 
+def test_pages_are_in_quarantine_soon_after_their_room_has_ended() -> None:
+    """Here a room is sent on to another rank, and ends seconds later with its leader's rank."""
+    assert run_scenario(load(134000253)).text == ""
+
+
 def test_shrinking_keeps_what_matters() -> None:
     scenario = load(5)
     needed = {scenario.requests[3].name, scenario.requests[40 % len(scenario.requests)].name}

@@ -48,6 +48,8 @@ class Checks:
         #: (leader, the engine's name of its half) → its newest hand-off, and the last phase
         self.transfers: dict[tuple[LeaderId, RoomKey], TransferId] = {}
         self._rooms: dict[tuple[LeaderId, RoomKey], KVPoll] = {}
+        #: when each of these phases began
+        self._began_at: dict[tuple[LeaderId, RoomKey], float] = {}
         #: halves that the protocol has refused
         self.never_opened: set[tuple[LeaderId, RoomKey]] = set()
         self._freed: set[tuple[LeaderId, RoomKey]] = set()
@@ -198,6 +200,7 @@ class Checks:
         elif begins != (before is None) or (before is not None and before.terminal):
             raise Violation("2", f"{node.name}: room {effect.key} from {before} to {effect}", (key[1].room,))
         self._rooms[key] = effect.phase
+        self._began_at[key] = self.world.now
         transfer = self.transfers.get(key)
         if node.spec.role is not Role.PREFILL or transfer is None:
             return
@@ -487,7 +490,8 @@ class Checks:
                 continue
             if not self._rooms[node.me, key].terminal:
                 continue  # on its way to another rank: the pages are still those of a live request
-            if min(self.world.now - half.ended_at, self.world.now - node.resumed_at) < 1.0:
+            told = max(half.ended_at, self._began_at[node.me, key], node.resumed_at)
+            if self.world.now - told < 1.0:
                 continue
             if not set(half.pages) <= set(node.pool._holds):
                 raise Violation("3", f"{node.name} does not count {transfer} as quarantined", (key.room,))
