@@ -170,7 +170,7 @@ $(RAY_LLM)/.segue-setup: $(RAY)/.segue-setup $(VLLM)/.segue-setup
 	@touch $@
 
 test-ray-llm: $(RAY_LLM)/.segue-setup ## vLLM in ray.serve.llm with segue's backend, on a cluster of two raylets
-	@$(TEST_ENV) PYTHONPATH=src $(RAY_LLM)/bin/python -m pytest -n 0 -W default --timeout=900 -o faulthandler_timeout=1000 -m ray tests/ray_llm $(ARGS)
+	@$(TEST_ENV) PYTHONPATH=src $(RAY_LLM)/bin/python -m pytest -n 0 -W default --timeout=900 -o faulthandler_timeout=1000 -m ray tests/vllm_engines/test_ray_llm.py $(ARGS)
 
 soak: transports ## the long tests that 'make test' and 'make test-slow' leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 -o faulthandler_timeout=0 $(ARGS)

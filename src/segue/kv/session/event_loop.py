@@ -1,4 +1,4 @@
-"""The event loop of every segue process: uvloop's, which ends although a name is being resolved."""
+"""The event loop of I/O threads and frontends: uvloop's, which can be closed while a name is resolved."""
 
 from __future__ import annotations
 

@@ -19,31 +19,14 @@ from typing import Any
 
 import httpx
 import pytest
+from engines import ENGINE, environment, make_model
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("vllm")
 
-ROOT = Path(__file__).resolve().parents[2]
-ENGINES = ROOT / "tests" / "vllm_engines"
 COUNT, WORDS, STORE_BYTES = 200, 12, 80 * 2**20
-ENGINE: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 1024,
-    "block_size": 32,
-    "num_gpu_blocks_override": 256,
-    "enable_prefix_caching": False,
-    "max_num_seqs": 8,
-}
-VLLM = {
-    "PYTHONPATH": f"{ROOT / 'src'}:{ENGINES / 'plugins'}",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
+SERVED = {key: value for key, value in ENGINE.items() if key != "skip_tokenizer_init"}  # answers are text
+RAY = {"RAY_USAGE_STATS_ENABLED": "0"}
 ALONE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -57,16 +40,13 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    command = [sys.executable, str(ENGINES / "dummy_model.py"), str(folder), "{}"]
-    subprocess.run(command, env=os.environ | VLLM, check=True, timeout=120, capture_output=True)
-    return folder
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An application of two replicas of prefill and one of decode."""
-    os.environ.update(VLLM)
+    os.environ.update(environment("nobind") | RAY)
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
@@ -94,7 +74,7 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 model_loading_config={"model_id": "dummy", "model_source": str(model)},
                 accelerator_config={"kind": "cpu"},
                 deployment_config={"num_replicas": replicas},
-                engine_kwargs=ENGINE | {"enable_prompt_tokens_details": True, "kv_transfer_config": transfer},
+                engine_kwargs=SERVED | {"enable_prompt_tokens_details": True, "kv_transfer_config": transfer},
             )
 
         peers = [f"{ray.util.get_node_ip_address()}/32"]
@@ -122,10 +102,10 @@ def test_answers_are_those_of_one_engine_and_the_kv_is_prefills(url: str, model:
 
     with ThreadPoolExecutor(6) as clients:
         answers = list(clients.map(ask, asked))
-    words = [json.dumps(ENGINE | {"model": str(model)}), str(WORDS)]
+    words = [json.dumps(SERVED | {"model": str(model)}), str(WORDS)]
     alone = subprocess.run(
         [sys.executable, "-c", ALONE, *words],
-        env=os.environ | VLLM,
+        env=environment("nobind"),
         input=json.dumps(asked),
         check=True,
         timeout=300,
