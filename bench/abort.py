@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 
 from leader_pair import Pair, Say, Work
 from recorded import commit, quantile

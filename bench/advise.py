@@ -26,16 +26,16 @@ import msgspec
 
 from instances import end, start
 from recorded import commit
-from segue.cli.commands.advise_measure import measure
 from segue.cli.commands.models import model_size
 from segue.engine.model_names import DEFAULT_MODEL
 from segue.engine.models.model_store import resolve_model
-from segue.lab.advise.advice import Expected, Question, expect
-from segue.lab.advise.costs import TimedForward, fit, fit_error
-from segue.lab.advise.queues import HandOffWire, WorkerKind, WorkerSplit
-from segue.lab.advise.workload import AskedLoad, LatencyTargets, Lengths
-from segue.lab.bench.transport_probe import Speed
-from segue.lab.bench.transport_probe import measure as measure_transport
+from segue.kv.transport.host_speed import Speed
+from segue.kv.transport.host_speed import measure as measure_transport
+from segue_lab.advise.advice import Expected, Question, expect
+from segue_lab.advise.costs import TimedForward, fit, fit_error
+from segue_lab.advise.queues import HandOffWire, WorkerKind, WorkerSplit
+from segue_lab.advise.workload import AskedLoad, LatencyTargets, Lengths
+from segue_lab.commands.advise_measure import measure
 from serve import SEGUE, machine, served
 
 FLEETS = {

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import from_tests  # noqa: F401
-import httpx
+import httpx2 as httpx
 import tiny_model
 from engines import PYTHON
 from served import Served

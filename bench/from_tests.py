@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
-#: In this order: of two that have a module of the same name (`conftest`) the first one is meant.
 FOLDERS = [
     _TESTS / "server" / "frontend",
     _TESTS / "server" / "fleet",

@@ -49,7 +49,7 @@ async def one(port: int, body: dict[str, Any], times: int, path: str = "/v1/chat
     """`times` requests on one connection; the number of stream events read."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
     head += b"content-length: %d\r\n\r\n" % len(raw)
     events = 0
     for _ in range(times):

@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import from_tests  # noqa: F401
-import httpx
+import httpx2 as httpx
 import tiny_model
 import zmq
 import zmq.asyncio
@@ -350,7 +350,7 @@ from pair import FRONT, Pair
 try:
     from segue.engine.request import Request, SamplingParams
     from segue.kv.ids import Incarnation, LeaderId
-    from segue.kv.protocol.ticket import Ticket
+    from segue.server.messages.ticket import Ticket
     from segue.server.messages.control import Submit
 except ImportError:
     from segue.core.control import Submit

@@ -11,6 +11,8 @@ hostile clients got. The loads use this machine's CPU, too: their CPU seconds ar
 | load | what it does |
 |---|---|
 | bodies | 80 connections, each with a body of 8 MiB, again and again |
+| values | 80 connections, each with a body of as many lists, keys, fractions or integers as it may have |
+| one | 2,000 connections to the HTTP port from one address that say nothing |
 | keys | 10,000 requests with wrong keys |
 | silent | 2,000 connections to the HTTP port that say nothing |
 | subscribers | 2,000 connections to the ports of KV events that say nothing |
@@ -58,11 +60,17 @@ FORMATS: list[dict[str, Any]] = [
 ]
 
 
+#: Values, each about as often as a body may have it.
+VALUES = {"[]": 125_000, "1.5": 125_000, '{"k":1,"l":2}': 80_000, "1": 750_000}
+
+
 async def ask(port: int, body: bytes, key: str, path: str = "/v1/chat/completions") -> AsyncIterator[bytes]:
     """The lines of one answer, the status line first; the connection ends with it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     try:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\nconnection: close\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\nconnection: close\r\n"
+        )
         writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode())
         with contextlib.suppress(ConnectionError):  # refused before the whole body was read
             writer.write(body)
@@ -127,6 +135,21 @@ async def bodies(ports: list[int], seen: Counter[str]) -> None:
     await many(80, lambda: status(ports[0], body, HOSTILE), seen)
 
 
+async def values(ports: list[int], seen: Counter[str]) -> None:
+    turn = 0
+    texts = [",".join([one] * count) for one, count in VALUES.items()]
+    made = [
+        chat(max_tokens=1)[:-1] + b', "chat_template_kwargs": {"a": [%b]}}' % text.encode() for text in texts
+    ]
+
+    async def one() -> str:
+        nonlocal turn
+        turn += 1
+        return await status(ports[0], made[turn % len(made)], HOSTILE)
+
+    await many(80, one, seen)
+
+
 async def keys(ports: list[int], seen: Counter[str]) -> None:
     async def one() -> None:
         seen[await status(ports[0], chat(max_tokens=1), f"wrong-{os.urandom(4).hex()}")] += 1
@@ -135,10 +158,10 @@ async def keys(ports: list[int], seen: Counter[str]) -> None:
         await asyncio.gather(*(one() for _ in range(20)))
 
 
-async def connections(ports: list[int], seen: Counter[str]) -> None:
+async def connections(ports: list[int], seen: Counter[str], addresses: int = 20) -> None:
     async def one() -> str:
         try:
-            where = (f"127.0.1.{1 + os.urandom(1)[0] % 20}", 0)
+            where = (f"127.0.1.{1 + os.urandom(1)[0] % addresses}", 0)
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", ports[os.urandom(1)[0] % len(ports)], local_addr=where
             )
@@ -159,6 +182,10 @@ async def connections(ports: list[int], seen: Counter[str]) -> None:
 
 async def silent(ports: list[int], seen: Counter[str]) -> None:
     await connections(ports[:1], seen)
+
+
+async def one(ports: list[int], seen: Counter[str]) -> None:
+    await connections(ports[:1], seen, addresses=1)
 
 
 async def subscribers(ports: list[int], seen: Counter[str]) -> None:
@@ -182,7 +209,7 @@ async def stops(ports: list[int], seen: Counter[str]) -> None:
     await many(4, lambda: status(ports[0], body, HOSTILE), seen)
 
 
-LOADS = {load.__name__: load for load in (bodies, keys, silent, subscribers, schemas, stops)}
+LOADS = {load.__name__: load for load in (bodies, values, keys, silent, one, subscribers, schemas, stops)}
 
 
 def hostile(pipe: Connection, ports: list[int]) -> None:

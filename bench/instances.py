@@ -13,10 +13,10 @@ from segue.engine.request import Output, Request, SamplingParams
 from segue.kv.errors import SegueError
 from segue.kv.ids import LeaderId, Role, new_incarnation, new_room
 from segue.kv.limits import Limits
-from segue.kv.protocol.ticket import Ticket
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.session.node import SessionNode
 from segue.server.messages.control import ControlMessage, Load, Outputs, Submit
+from segue.server.messages.ticket import Ticket
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord
 

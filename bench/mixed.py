@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from recorded import commit, quantile
+from segue.cli.bench.stats import RequestTimes
 from segue.cli.commands.bench import Bench
 from segue.cli.commands.bench_flags import MAX_CONNECTIONS, BenchConfig
-from segue.lab.bench.stats import RequestTimes
 from serve import ROOT, machine, served
 
 MODES = {"always": 0, "long": 64, "never": 2**20, "measured": -1}

@@ -110,7 +110,7 @@ def counting_us() -> float:
     meter, last = Meter(Metrics(), time.monotonic, time.monotonic(), ("chat", "segue", "m")), time.monotonic()
     began = time.process_time()
     for _ in range(ALONE):
-        last = meter.next(last)
+        last = meter.arrived(None, 1, last)  # type: ignore[arg-type]  # a sample is asked at its first token
     return (time.process_time() - began) / ALONE * 1e6
 
 

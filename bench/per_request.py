@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import from_tests  # noqa: F401
-import httpx
+import httpx2 as httpx
 import tiny_model
 
 from recorded import ROOT, commit

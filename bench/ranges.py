@@ -56,7 +56,7 @@ def pools(tp: int) -> tuple[list[PoolSpec], list[PoolSpec]]:
 def child(nbytes: int) -> None:
     """The receiver."""
     memory = allocate(nbytes)
-    transports = {kind.name: make(kind, lambda _event: None, READER, 0, None) for kind in KINDS}
+    transports = {kind.name: make(kind, lambda _event: None, READER, None) for kind in KINDS}
     hello = Hello({name: t.register(memory) for name, t in transports.items()}, 0, 0, 0)
     for transport in transports.values():
         transport.grant(WRITER, EPOCH, Content((Plane(0, 1, 1, 1, 1, 1),), ((0, nbytes),)))
@@ -86,7 +86,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     memory = allocate(nbytes)
     np.frombuffer(memory.buffer, np.uint8)[:] = 7
     events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
-    transports = {kind.name: make(kind, events.put, WRITER, 0, None) for kind in KINDS}
+    transports = {kind.name: make(kind, events.put, WRITER, None) for kind in KINDS}
     for name, transport in transports.items():
         transport.register(memory)
         transport.connect(READER, hello.endpoints[name], 10)

@@ -157,7 +157,7 @@ async def costs(args: argparse.Namespace, pid: int, port: int, base: dict[str, A
 async def first_tokens(args: argparse.Namespace, port: int, direct: int, base: dict[str, Any]) -> list[float]:
     """Milliseconds to the first token by `port` less those by the door `direct`, of neighbours."""
     raw = json.dumps(base | {"max_tokens": 2, "stream": True, "ignore_eos": True}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(raw)}\r\n\r\n"
     both = [await asyncio.open_connection("127.0.0.1", where) for where in (port, direct)]
 
@@ -190,7 +190,7 @@ def detokenizing_us(folder: str, tokens: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from conftest import make_tokenizer
+    from frontend_rig import make_tokenizer
 
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

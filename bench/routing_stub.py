@@ -16,9 +16,9 @@ from typing import Any
 import httptools
 import uvloop
 
-from segue.engine.request import Output
+from segue.engine.request import FinishReason, Output
 from segue.kv.errors import SegueError
-from segue.kv.ids import FinishReason, LeaderId, Role, new_incarnation
+from segue.kv.ids import LeaderId, Role, new_incarnation
 from segue.kv.limits import Limits
 from segue.kv.session.api import Session
 from segue.kv.session.node import SessionNode
@@ -229,12 +229,12 @@ def serve(pipe: Connection) -> None:
     async def main() -> None:
         loop, engine = asyncio.get_running_loop(), Engine()
         registry = await serve_registry("127.0.0.1", 0, secret=None, limits=LIMITS)
-        client = RegistryClient(f"http://127.0.0.1:{registry.port}", secret=None, limits=LIMITS)
         leaders = [Leader(role, engine) for role in (Role.PREFILL, Role.DECODE)]
-        keeping = []
+        clients, keeping = [], []
         for leader in leaders:
-            await client.register(await leader.record())
-            keeping.append(asyncio.create_task(client.keep_alive(leader.node.me.incarnation)))
+            clients.append(RegistryClient(f"http://127.0.0.1:{registry.port}", secret=None, limits=LIMITS))
+            await clients[-1].register(await leader.record())
+            keeping.append(asyncio.create_task(clients[-1].keep_alive()))
         doors = [
             await loop.create_server(lambda made=made: Door(made), "127.0.0.1", 0)  # type: ignore[misc]
             for made in (None, engine)
@@ -247,7 +247,8 @@ def serve(pipe: Connection) -> None:
                 await task
         for leader in leaders:
             await leader.node.close()
-        await client.aclose()
+        for client in clients:
+            await client.aclose()
         await registry.close()
 
     uvloop.run(main())

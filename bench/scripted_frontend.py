@@ -9,9 +9,8 @@ from typing import Any
 
 import uvloop
 
-from segue.engine.request import Output, Request, Wait
+from segue.engine.request import FinishReason, Output, Request, Wait
 from segue.kv.errors import ErrorInfo, SegueError, Starting
-from segue.kv.ids import FinishReason
 from segue.kv.limits import Limits
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.http_server import HttpServer, bind
@@ -136,8 +135,7 @@ def serve(
     """Send the port over `pipe`, then answer whatever comes with `state`, until "stop". With `records` each
     request leaves there what a fleet's would."""
     import from_tests  # noqa: F401
-
-    from conftest import make_tokenizer
+    from frontend_rig import make_tokenizer
 
     make_tokenizer().save_pretrained(folder)
     tokenizer = ModelTokenizer.load(folder)

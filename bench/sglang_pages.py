@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from segue.integrations.prompt_claim import ClaimedPrompt
 from segue.integrations.sglang.sglang_handoffs import (
     Intake,
     PrefillRow,
@@ -79,8 +80,8 @@ def hand_over(
     prefill: RankHandoffs, decode: RankHandoffs, row: PrefillRow, source: list[int], target: list[int]
 ) -> float:
     """Seconds from `send` to the end of both sides."""
-    room = new_room()
-    sender, receiver = SenderHalf(prefill, room, Intake(TOKENS)), ReceiverHalf(decode, "", room)
+    room, prompt = new_room(), ClaimedPrompt(tokens=range(TOKENS))
+    sender, receiver = SenderHalf(prefill, room, Intake(prompt)), ReceiverHalf(decode, "", room, prompt)
     receiver.init(row)
     receiver.send_metadata(target, 0, 0)
     while sender.poll() is not SglPoll.WAITING_FOR_INPUT:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from recorded import commit
-from segue.lab.sim.run import run_scenario
-from segue.lab.sim.scenario import make_scenario
+from segue_lab.sim.run import run_scenario
+from segue_lab.sim.scenario import make_scenario
 
 #: After so many seconds of CPU time what has run is written.
 PIECE_S = 600.0

@@ -35,7 +35,7 @@ from segue.server.observe.integrity_report import process_facts
 ROOT = Path(__file__).resolve().parents[1]
 
 TOKEN_S = 0.01
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 class Pace:
@@ -57,7 +57,7 @@ def server(pipe: Connection, folder: str) -> None:
 
     def state(http: HttpServer) -> dict[str, float]:
         facts = {"rss_mib": process_facts()[2] / 2**20, "cpu_s": time.process_time()}
-        return facts | {"open": http.pending + http.members, **http.counts}
+        return facts | {"open": http.pending + http.busy, **http.counts}
 
     serve(pipe, folder, Pace(), state)
 

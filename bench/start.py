@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from recorded import commit
-from segue.engine.models.model_store import cache_folder
+from segue.kv.model_weights import cache_folder
 
 READY_S = 300.0
 _TICKS = os.sysconf("SC_CLK_TCK")

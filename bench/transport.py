@@ -45,7 +45,6 @@ from segue.kv.transport.base import Endpoint, EventSink, Transport, TransportEve
 from segue.kv.transport.memory.pool_memory import Memory, allocate
 from segue.kv.transport.options import TransportOptions
 from segue.kv.transport.shm.shm_transport import ShmTransport
-from segue.kv.transport.tcp.tcp_net import TcpTuning
 from segue.kv.transport.tcp.tcp_transport import TcpTransport
 
 SHAPE = KVShape(layers=30, kv_heads=3, k_dim=64, v_dim=64, dtype="bfloat16", item_bytes=2)
@@ -86,18 +85,15 @@ def blocks_of(spec: PoolSpec, sources: list[int], targets: list[int]) -> list[Co
     return blocks
 
 
-def make(kind: type[Transport], sink: EventSink, me: RankId, streams: int, tls: Tls | None) -> Transport:
+def make(kind: type[Transport], sink: EventSink, me: RankId, tls: Tls | None) -> Transport:
     """One transport of a side."""
-    options = TransportOptions(me=me, tls=tls)
-    if kind is TcpTransport and streams:
-        return TcpTransport(sink, options, TcpTuning(streams=streams))
-    return kind(sink, options)
+    return kind(sink, TransportOptions(me=me, tls=tls))
 
 
-def child(pages: int, nbytes: int, streams: int, tls: Tls | None) -> None:
+def child(pages: int, nbytes: int, tls: Tls | None) -> None:
     """The receiver: grants the epoch, and serves the plain socket copy."""
     memory = allocate(pool_spec(pages).nbytes)
-    transports = {kind.name: make(kind, lambda _event: None, READER, streams, tls) for kind in KINDS}
+    transports = {kind.name: make(kind, lambda _event: None, READER, tls) for kind in KINDS}
     listener = socket.create_server(("127.0.0.1", 0))
     fd = memory.only.fd
     assert fd is not None  # `allocate` gives a memfd
@@ -135,7 +131,7 @@ def serve_plain(listener: socket.socket, memory: Memory, nbytes: int) -> None:
 class Bench:
     """The writer and its ways to move one hand-off."""
 
-    def __init__(self, hello: Hello, spec: PoolSpec, nbytes: int, streams: int, tls: Tls | None) -> None:
+    def __init__(self, hello: Hello, spec: PoolSpec, nbytes: int, tls: Tls | None) -> None:
         self.spec, self.nbytes = spec, nbytes
         self.memory = allocate(spec.nbytes)
         self.source = np.frombuffer(self.memory.buffer, np.uint8)
@@ -145,7 +141,7 @@ class Bench:
         os.close(fd)
         self.target = np.frombuffer(theirs, np.uint8)
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
-        self.transports = {kind.name: make(kind, self.events.put, WRITER, streams, tls) for kind in KINDS}
+        self.transports = {kind.name: make(kind, self.events.put, WRITER, tls) for kind in KINDS}
         for name, transport in self.transports.items():
             transport.register(self.memory)
             transport.connect(READER, hello.endpoints[name], 10)
@@ -201,12 +197,12 @@ class Bench:
 def measure(args: argparse.Namespace) -> dict[str, object]:
     spec = pool_spec(args.pages)
     nbytes = TOKENS * SHAPE.token_bytes
-    command = [sys.executable, __file__, "--child", f"--pages={args.pages}", f"--streams={args.streams}"]
+    command = [sys.executable, __file__, "--child", f"--pages={args.pages}"]
     command += [f"--tls-folder={args.tls_folder}"] if args.tls_folder else []
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     hello = msgspec.json.decode(process.stdout.readline(), type=Hello)
-    bench = Bench(hello, spec, nbytes, args.streams, tls_of(args.tls_folder))
+    bench = Bench(hello, spec, nbytes, tls_of(args.tls_folder))
     ways: dict[str, Callable[[], float]] = {
         "memcpy": bench.memcpy,
         "shm, one run": lambda: bench.move("shm", False),
@@ -263,14 +259,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100, help="times each way is measured")
     parser.add_argument("--runs", type=int, default=1, help="whole runs, each with new processes")
     parser.add_argument("--pages", type=int, default=1024, help="pages of each pool")
-    parser.add_argument("--streams", type=int, default=0, help="tcp connections (0: the default)")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--tls", action="store_true", help="encrypt tcp")
     parser.add_argument("--tls-folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.pages, TOKENS * SHAPE.token_bytes, args.streams, tls_of(args.tls_folder))
+        child(args.pages, TOKENS * SHAPE.token_bytes, tls_of(args.tls_folder))
         return
     with tempfile.TemporaryDirectory() as folder:
         if args.tls:

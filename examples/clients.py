@@ -240,7 +240,7 @@ def use_open_webui(url: str, model: str) -> None:
     """The calls of Open WebUI 0.12.4 (`routers/openai.py`, `routers/tasks.py`, `utils/middleware.py`) without
     the application: the list of models, a chat with native tools, their results, a title, and a chat over a
     connection of the type `responses`."""
-    import httpx
+    import httpx2 as httpx
 
     spec = FUNCTION | {"type": "function"}
     asked = {"model": model, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}

@@ -3,7 +3,10 @@ restored."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
+import inspect
 import logging
 import signal
 import threading
@@ -40,8 +43,37 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in a loop of its own. A fixture that is an async context manager is
+    entered there, and the test gets what it gives."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for name, value in given.items():
+                if isinstance(value, contextlib.AbstractAsyncContextManager):
+                    given[name] = await stack.enter_async_context(value)
+            await test(**given)
+
+    asyncio.run(run())
+    return True
+
+
+@pytest.fixture
+def rig() -> Any:
+    """The fleet of `tests/server/fleet` with its default settings; a test gets what `a_rig` gives."""
+    from fleet_rig import a_rig
+
+    return a_rig()
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.nodeid.startswith(CHAOS):
+    # `-m` on a command line replaces the expression of `addopts`: `-m 'not slow'` must not run the soak.
+    if item.nodeid.startswith(CHAOS) or item.get_closest_marker("soak") is not None:
         item.add_marker(pytest.mark.slow)
 
 
@@ -121,6 +153,14 @@ def log_as_before() -> Iterator[None]:
     ours.setLevel(our_level)
     kept = [handler for handler in root.handlers if handler in handlers]
     root.handlers[:] = kept + [handler for handler in handlers if handler not in kept]
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a thread has ended by an exception, which is no failure of this test."""
+    ended = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _args: ended.set())
+    return ended
 
 
 @pytest.fixture

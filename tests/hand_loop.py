@@ -31,6 +31,9 @@ class HandLoop:
 
     later = call_later
 
+    def call_at(self, when: float, call: Callable[..., None], *args: object) -> _Timer:
+        return self.call_later(when - self.now, lambda: call(*args))
+
     def unwatch(self, fd: int) -> None: ...
 
     def advance(self, seconds: float) -> None:
@@ -39,7 +42,7 @@ class HandLoop:
         while due := [timer for timer in self.timers if timer.at <= until]:
             timer = min(due, key=lambda each: each.at)
             self.timers.remove(timer)
-            self.now = timer.at
+            self.now = max(self.now, timer.at)
             timer.call()
         self.now = until
 

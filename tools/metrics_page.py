@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 
 from segue.kv import PathSpeed
-from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
 from segue.server.instance.instance_http import InstanceStatus, StatusCollector
 from segue.server.instance.operators import HandoffTotals
 from segue.server.messages.control import Load
@@ -82,8 +81,7 @@ def instance() -> list[str]:
     load = Load(dp_rank=0, running=0, waiting=0, tokens=0, pages_free=1, pages_total=1, slots_total=1)
     figures, handoffs = RequestFigures(), HandoffTotals()
     figures.ended["ok"] = handoffs.ended["ok"] = 1
-    candidate = PathCandidate(transport="shm", figures=PathFigures(page_s=1.0, bytes_per_s=1.0))
-    speed = PathSpeed("shm", 1, 1.0, PathChoice(transport="shm", candidates=[candidate]))
+    speed = PathSpeed("shm", 1, 1.0)
     status = InstanceStatus(
         about={},
         load=lambda: load,

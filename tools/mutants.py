@@ -161,8 +161,9 @@ MUTANTS = (
     Mutant(
         "replace by number",
         "kv/protocol/rooms.py",
-        "said = live is not None and message.replaces == live.attempt",
-        "said = live is not None and transfer.attempt > live.attempt",
+        "            self._await_word(room, peer, message)\n        else:\n",
+        "            self._await_word(room, peer, message)\n"
+        "            self.place(PlaceRoom(room.key, message.transfer.attempt, peer))\n        else:\n",
         "a later attempt ends the one before, though nobody says so",
     ),
     Mutant(
@@ -203,17 +204,18 @@ MUTANTS = (
         "prefill may send decode from rank to rank",
     ),
     Mutant(
-        "commit and replacement swapped",
+        "a replaced attempt commits late",
         "kv/protocol/rooms.py",
-        "        if room.machine is not None and room.machine.in_doubt:\n",
-        "        if False:\n",
-        "a replacement binds although the first decode may have committed",
+        "        if room.failed is not None and room.failed.attempt < event.attempt:\n"
+        "            room.failed = None\n",
+        "",
+        "the room ends by the commit of an attempt of which the placer takes nothing",
     ),
     Mutant(
         "bind before the placer's word",
         "kv/protocol/rooms.py",
-        "if opened.decode not in (None, peer) and not any(",
-        "if opened.retain_s is None and opened.decode not in (None, peer) and not any(",
+        "        if opened.decode not in (None, peer):\n",
+        "        if opened.retain_s is None and opened.decode not in (None, peer):\n",
         "a retained room that was placed for one decode is for any later attempt",
     ),
     Mutant(
@@ -228,14 +230,21 @@ MUTANTS = (
         "kv/transport/staged/staged_in.py",
         "        self._host.copy_in(blocks, piece.slot, partial(self._copied, piece))\n\n"
         "    def _copied(self, piece: InPiece, error: SegueError | None) -> None:\n"
+        "        if isinstance(error, CopyMayRun):  # the piece stays `COPYING`, with its slot and its "
+        "fence\n"
+        "            self.end(error)\n"
+        "            return\n"
         "        self._free(piece)\n"
         "        if error is not None:\n"
         "            self.end(error)\n"
         "        elif self.over is None:\n"
-        "            self._say(wire.PieceCopied(piece.number), False)\n",
+        "            self.stream.send(wire.PieceCopied(piece.number))\n",
         "        self._host.copy_in(blocks, piece.slot, partial(self._copied, piece))\n"
-        "        self._say(wire.PieceCopied(piece.number), False)\n\n"
+        "        self.stream.send(wire.PieceCopied(piece.number))\n\n"
         "    def _copied(self, piece: InPiece, error: SegueError | None) -> None:\n"
+        "        if isinstance(error, CopyMayRun):\n"
+        "            self.end(error)\n"
+        "            return\n"
         "        self._free(piece)\n"
         "        if error is not None:\n"
         "            self.end(error)\n",
@@ -250,16 +259,17 @@ MUTANTS = (
     ),
     Mutant(
         "a fence that copies out outlive",
-        "kv/transport/staged/staged_out.py",
-        "if epoch in self._fences and not any(p.write.epoch == epoch for p in self.pieces.values()):\n",
-        "if epoch in self._fences:\n",
+        "kv/transport/write_book.py",
+        "        if epoch in self._fences and epoch not in self.still_read and not self.busy(epoch):\n",
+        "        if epoch in self._fences and epoch not in self.still_read:\n",
         "prefill's fence is answered while its pages are still read",
     ),
     Mutant(
         "a slot that is not given back",
         "kv/transport/staged/staged_out.py",
-        "        if piece.dead or error is not None:\n            self._host.out_slots.give(piece.slot)\n",
-        "        if piece.dead or error is not None:\n",
+        "            else:\n                self._host.out_slots.give(piece.slot)\n"
+        "            self._give_up(number)\n",
+        "            self._give_up(number)\n",
         "each fence in the middle of a copy costs a slot",
     ),
     Mutant(
@@ -317,7 +327,7 @@ MUTANTS = (
 #: that makes a seed endless is caught by the CPU time it took, which a busy machine does not change.
 HUNT = """
 import json, resource, sys, time, segue
-from segue.lab.sim.run import load, run_scenario
+from segue_lab.sim.run import load, run_scenario
 assert segue.__file__.startswith(sys.argv[1]), segue.__file__
 first, count = int(sys.argv[2]), int(sys.argv[3])
 hand_offs = 0
@@ -355,10 +365,12 @@ def apply(source: Path, mutant: Mutant) -> None:
 
 
 def hunt(mutant: Mutant | None, first: int, seeds: int, cpu_s: int) -> Catch:
-    """Run seeds over a copy of `src` with `mutant` in it, until one fails or takes `cpu_s` of CPU time."""
+    """Run seeds over a copy of the code with `mutant` in it, until one fails or takes `cpu_s` of CPU time."""
     with tempfile.TemporaryDirectory(prefix="segue-mutant-") as folder:
         source = Path(folder) / "src"
-        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        for code in (ROOT / "src", ROOT / "lab"):
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(code, source, ignore=ignored, dirs_exist_ok=True)
         if mutant is not None:
             apply(source, mutant)
         words = [sys.executable, "-c", HUNT, str(source), str(first), str(seeds), str(cpu_s)]

@@ -1,7 +1,6 @@
 """Names and parameters of the libraries that `tests/double_*.py` stand for, as
 `tests/kv/transport/library_signatures.json` keeps them. Nothing of the libraries but these is kept.
 
-    python tools/record_signatures.py cuda                # cuda-bindings must be importable
     python tools/record_signatures.py memfabric           # memfabric-hybrid must be importable
     python tools/record_signatures.py mori WHEEL PYBIND   # a wheel, and pybind_io.cpp of its sources
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import json
 import re
 import sys
@@ -23,36 +21,6 @@ from typing import Any
 RECORD = Path(__file__).parents[1] / "tests" / "kv" / "transport" / "library_signatures.json"
 Signatures = dict[str, list[str]]
 
-CUDA = {
-    "cuda.bindings.runtime": [
-        "cudaGetDeviceCount",
-        "cudaSetDevice",
-        "cudaGetDeviceProperties",
-        "cudaIpcGetMemHandle",
-        "cudaIpcOpenMemHandle",
-        "cudaIpcCloseMemHandle",
-        "cudaStreamCreateWithFlags",
-        "cudaStreamSynchronize",
-        "cudaStreamDestroy",
-        "cudaMemcpyBatchAsync",
-        "cudaEventCreateWithFlags",
-        "cudaEventRecord",
-        "cudaEventQuery",
-        "cudaEventDestroy",
-    ],
-    "cuda.bindings.driver": ["cuMemGetAddressRange"],
-}
-CUDA_VALUES = {
-    "cuda.bindings.runtime": [
-        "cudaStreamNonBlocking",
-        "cudaEventDisableTiming",
-        "cudaIpcMemLazyEnablePeerAccess",
-        "cudaError_t.cudaSuccess",
-        "cudaError_t.cudaErrorNotReady",
-        "cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream",
-    ],
-    "cuda.bindings.driver": ["CUresult.CUDA_SUCCESS"],
-}
 MEMFABRIC = [
     "initialize",
     "get_rpc_port",
@@ -78,22 +46,6 @@ MORI_CLASSES = {
     "EngineDesc": ["pack", "unpack"],
     "MemoryDesc": ["pack", "unpack"],
 }
-
-
-def of_functions(module: Any, names: Iterable[str]) -> Signatures:
-    """Parameters of functions that tell their signature."""
-    return {name: list(inspect.signature(getattr(module, name)).parameters) for name in names}
-
-
-def values(module: Any, names: Iterable[str]) -> dict[str, int]:
-    """Constants and members of enumerations, by their dotted names."""
-    found = {}
-    for name in names:
-        value = module
-        for part in name.split("."):
-            value = getattr(value, part)
-        found[name] = int(value)
-    return found
 
 
 def of_pybind(cls: Any, names: Iterable[str]) -> Signatures:
@@ -130,17 +82,6 @@ def of_cpp(text: str) -> Signatures:
 
 def record(kind: str, files: list[str]) -> dict[str, Any]:
     """The recorded signatures of one library, by module."""
-    if kind == "cuda":
-        modules = {name: importlib.import_module(name) for name in CUDA}
-        version = importlib.import_module("cuda.bindings").__version__
-        return {
-            name: {
-                "from": f"cuda-bindings {version}: inspect.signature",
-                "signatures": of_functions(module, CUDA[name]),
-                "values": values(module, CUDA_VALUES[name]),
-            }
-            for name, module in modules.items()
-        }
     if kind == "memfabric":
         module = importlib.import_module("memfabric_hybrid")
         version = metadata.version("memfabric-hybrid")

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured = coverage.Coverage(data_file=None, source=[str(SOURCE / package) for package in args.packages])
     measured.start()
     # Only now, so that what runs at import is seen.
-    from segue.lab.sim.run import load, run_scenario
+    from segue_lab.sim.run import load, run_scenario
 
     failed = []
     for seed in range(args.seed, args.seed + args.seeds):

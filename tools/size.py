@@ -1,12 +1,12 @@
-"""The size of the source: lines by package, modules that the library loads, duplicate and private names.
+"""The size of a checkout in code lines, and what one request runs through.
 
-    .venv/bin/python tools/size.py [SRC]     SRC: a folder that holds `segue` (default: this checkout's `src`)
+    .venv/bin/python tools/size.py [CHECKOUT]     CHECKOUT: a folder with `src/segue` (default: this one)
 
-Run it on two trees to compare them. Most figures are read from the source. Two need a run (`--static` leaves
-them out): the files of a hand-off between two engines of one process (`examples/own_memory.py`), and the
-files and thread switches of one request to `segue serve` with a random model of two layers. Each process is
-traced with `sys.setprofile` while the request runs. A file counts if it runs in each of several requests, and
-switches are those of the request with the fewest: keep-alives and probes run beside some of them.
+A code line holds code: blank lines, comments and docstrings do not count. A message is a struct with a
+msgspec tag. `--static` leaves out the figures that need a run. They are of one request to `segue serve` with
+a random model of two layers: each process is traced with `sys.setprofile` while the request runs. A function
+counts if it runs in each of several requests. Thread switches are those of the request with the fewest,
+since keep-alives and probes run beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import ast
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -23,30 +24,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tokenize
 import urllib.request
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-#: The library's own entry, in trees with and without a face.
-ENTRIES = ("segue.kv", "segue.conn.manager")
+PRODUCT = ("kv", "engine", "server", "cli", "integrations")
 ROLES = ("frontend", "prefill", "decode")
 WARM_UP, REQUESTS, START_S = 2, 7, 120.0
-_TRACE_SCRIPT = """
-import runpy, sys, threading
-files = set()
-def seen(frame, event, arg):
-    name = frame.f_code.co_filename
-    if "/segue/" in name:
-        files.add(name)
-threading.setprofile(seen)
-sys.setprofile(seen)
-runpy.run_path(sys.argv[1], run_name="__main__")
-sys.setprofile(None)
-print("files", len(files))
-"""
 #: Python runs it at the start of each process, before anything else. It counts between two words of the
 #: socket, and answers the second one. A switch: the next call of a function of segue is in another thread.
 _TRACE_PROCESS = """
@@ -54,11 +42,11 @@ import json, os, socket, sys, threading
 control = socket.socket(socket.AF_UNIX)
 control.connect(os.environ["SIZE_SOCKET"])
 below = os.environ["SIZE_SOURCE"]
-files, thread, switches, counting = set(), 0, 0, False
+ran, thread, switches, counting = set(), 0, 0, False
 def seen(frame, event, arg):
     global thread, switches
-    if counting and event == "call" and frame.f_code.co_filename.startswith(below):
-        files.add(frame.f_code.co_filename)
+    if counting and event == "call" and (code := frame.f_code).co_filename.startswith(below):
+        ran.add((code.co_filename, code.co_qualname))
         if thread != (now := threading.get_ident()):
             thread, switches = now, switches + (thread != 0)
 def obey():
@@ -67,125 +55,64 @@ def obey():
     print(json.dumps(sys.orig_argv), file=stream, flush=True)
     for word in stream:
         counting = word == "begin\\n"
-        print(json.dumps([sorted(files), switches]), file=stream, flush=True)
+        print(json.dumps([sorted(ran), switches]), file=stream, flush=True)
         if not counting:
-            files.clear()
+            ran.clear()
             thread = switches = 0
 threading.Thread(target=obey, daemon=True).start()
 threading.setprofile(seen)
 sys.setprofile(seen)
 sys.setswitchinterval(1.0)
 """
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+#: A function: its file, its name within the file.
+Function = tuple[str, str]
 
 
-class Tree:
-    """The modules below one `segue`, and what each imports of the others."""
+class Size(NamedTuple):
+    """The code of a file or of several."""
 
-    def __init__(self, source: Path) -> None:
-        self.source = source
-        self.paths = {self._name(path): path for path in sorted((source / "segue").rglob("*.py"))}
-        self.lines = {name: len(path.read_text().splitlines()) for name, path in self.paths.items()}
-        self.imports: dict[str, set[str]] = {}
-        self.private: list[str] = []
-        for name, path in self.paths.items():
-            self.imports[name] = set(self._imported(name, ast.parse(path.read_text())))
-
-    def _name(self, path: Path) -> str:
-        parts = path.relative_to(self.source).with_suffix("").parts
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-    def _imported(self, name: str, tree: ast.Module) -> list[str]:
-        found = []
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                found += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    whole = f"{node.module}.{alias.name}"
-                    found.append(whole if whole in self.paths else node.module)
-                    hidden = alias.name.startswith("_") and alias.name != "__version__"
-                    if hidden and node.module in self.paths and package(node.module) != package(name):
-                        self.private.append(f"{name}: {whole}")
-        return [module for module in found if module in self.paths]
-
-    def closure(self, entry: str) -> set[str]:
-        """Every module that the entry loads once each of its names was asked for."""
-        seen: set[str] = set()
-        left = [entry]
-        while left:
-            module = left.pop()
-            if module not in seen:
-                seen.add(module)
-                left += self.imports[module]
-        return seen
-
-    def twice(self) -> dict[str, list[str]]:
-        """Names that several modules have."""
-        found = defaultdict(list)
-        for name, path in self.paths.items():
-            if path.stem not in ("__init__", "__main__"):
-                found[path.stem].append(name)
-        return {stem: names for stem, names in found.items() if len(names) > 1}
+    files: int
+    lines: int
+    statements: int
+    messages: int
 
 
-def package(module: str) -> str:
-    """The folder below `segue` that a module is in; of the large ones the folder within."""
-    parts = module.split(".")[1:]
-    return "/".join(parts[:2] if parts[:1] in (["kv"], ["server"], ["lab"]) and len(parts) > 2 else parts[:1])
+def size_of(path: Path) -> Size:
+    """The code of one file."""
+    text = path.read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    statements = messages = 0
+    for node in ast.walk(ast.parse(text)):
+        statements += isinstance(node, ast.stmt)
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+            statements -= 1
+        if isinstance(node, ast.ClassDef):
+            messages += any(word.arg in ("tag", "tag_field") for word in node.keywords)
+    return Size(1, len(lines), statements, messages)
 
 
-#: Underscored names of Python itself that are no part of another module's inside.
-_PUBLIC = {"_exit", "_replace", "_asdict", "_fields", "_make"}
+def total(sizes: Iterable[Size]) -> Size:
+    """The sum of several sizes."""
+    return Size(*(sum(column) for column in zip(Size(0, 0, 0, 0), *sizes, strict=True)))
 
 
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name not in _PUBLIC
-
-
-def reaches_inside(test: ast.AST, imported: set[str]) -> bool:
-    """Whether a test uses a private attribute of an object other than itself, replaces one by name, or uses
-    one of the private names that its file has `imported` from segue."""
-    for node in ast.walk(test):
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-                return True
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
-            if node.func.attr in ("setattr", "delattr") and any(
-                isinstance(text, str) and _is_private(text.rpartition(".")[2]) for text in texts
-            ):
-                return True
-        elif isinstance(node, ast.Name) and node.id in imported:
-            return True
-    return False
-
-
-def inside_tests(folder: Path) -> tuple[int, int]:
-    """The number of tests below `folder`, and of those that use private names."""
-    tests = inside = 0
-    for path in folder.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        imported = {
-            alias.asname or alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("segue")
-            for alias in node.names
-            if _is_private(alias.name)
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                tests += 1
-                inside += reaches_inside(node, imported)
-    return tests, inside
-
-
-def handed_over(source: Path) -> int:
-    """Files of segue that run while two engines of one process hand KV over."""
-    example = source.parent / "examples" / "own_memory.py"
-    environ = os.environ | {"PYTHONPATH": str(source)}
-    command = [sys.executable, "-c", _TRACE_SCRIPT, str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environ)
-    return int(done.stdout.split()[-1])
+def folder_size(*folders: Path) -> Size:
+    """The code below some folders, which need not exist."""
+    return total(size_of(path) for folder in folders for path in folder.rglob("*.py"))
 
 
 class Traced:
@@ -207,8 +134,8 @@ class Traced:
             words = json.loads(stream.readline())
             self._streams.update({role: stream for role in ROLES if role in words})
 
-    def tell(self, word: str) -> dict[str, tuple[list[str], int]]:
-        """`begin` or `end`; each role's files and thread switches since `begin`."""
+    def tell(self, word: str) -> dict[str, tuple[list[list[str]], int]]:
+        """`begin` or `end`; each role's functions and thread switches since `begin`."""
         found = {}
         for role in ROLES:
             print(word, file=self._streams[role], flush=True)
@@ -262,10 +189,10 @@ def deployment(source: Path, folder: Path) -> Iterator[tuple[str, Traced]]:
         traced.close()
 
 
-def one_request(source: Path) -> dict[str, tuple[set[str], int]]:
-    """Files of segue that run in each process of a deployment in each of `REQUESTS` requests, and how often
-    the thread changes in the one with the fewest changes."""
-    files: dict[str, list[set[str]]] = defaultdict(list)
+def one_request(source: Path) -> dict[str, tuple[set[Function], int]]:
+    """For each role, functions of segue that run in each of `REQUESTS` requests, and how often the thread
+    changes in the one with the fewest changes."""
+    functions: dict[str, list[set[Function]]] = defaultdict(list)
     switches: dict[str, list[int]] = defaultdict(list)
     with (
         tempfile.TemporaryDirectory(prefix="segue-size-") as name,
@@ -285,9 +212,9 @@ def one_request(source: Path) -> dict[str, tuple[set[str], int]]:
                 raise RuntimeError(f"the request failed: {text[-500:]}")
             if number >= WARM_UP:
                 for role, (ran, changes) in counted.items():
-                    files[role].append(set(ran))
+                    functions[role].append({(file, name) for file, name in ran})
                     switches[role].append(changes)
-    return {role: (set.intersection(*files[role]), min(switches[role])) for role in ROLES}
+    return {role: (set.intersection(*functions[role]), min(switches[role])) for role in ROLES}
 
 
 def main() -> int:
@@ -295,47 +222,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", nargs="?", type=Path, default=ROOT / "src", metavar="SRC")
+    parser.add_argument("checkout", nargs="?", type=Path, default=ROOT, metavar="CHECKOUT")
     parser.add_argument("--static", action="store_true", help="run no code: leave out what needs a request")
     args = parser.parse_args()
-    source = args.source.resolve()
+    root = args.checkout.resolve()
+    source = root / "src"
     if not (source / "segue" / "__init__.py").is_file():
-        parser.error(f"{source} holds no folder segue; give the folder src of a checkout")
+        parser.error(f"{root} holds no folder src/segue; give a checkout")
     missing = [name for name in ("msgspec", "torch") if importlib.util.find_spec(name) is None]
     if missing and not args.static:
         parser.error(
             f"{sys.executable} has no {' and no '.join(missing)}: run it with .venv/bin/python, or give "
             "--static"
         )
-    tree = Tree(source)
-    by_package: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    for name, lines in tree.lines.items():
-        by_package[package(name)] += lines
-        files[package(name)] += 1
-    print("| package | files | lines |\n|---|---|---|")
-    for name, lines in sorted(by_package.items()):
-        print(f"| {name or '.'} | {files[name]} | {lines} |")
-    entry = next(entry for entry in ENTRIES if entry in tree.paths)
-    closure = tree.closure(entry)
-    tests = list((source.parent / "tests").rglob("*.py"))
-    print("\n| figure | |\n|---|---|")
-    print(f"| lines of src | {sum(tree.lines.values())} |")
-    print(f"| lines of tests | {sum(len(path.read_text().splitlines()) for path in tests)} |")
-    print(f"| modules that `{entry}` loads | {len(closure)} |")
-    print(f"| their lines | {sum(tree.lines[name] for name in closure)} |")
-    print(f"| module names that stand in several places | {len(tree.twice())} |")
-    print(f"| private names imported over a package's edge | {len(tree.private)} |")
-    count, inside = inside_tests(source.parent / "tests")
-    print(f"| tests, and those that use private names | {count}; {inside} |")
+    sizes = {name: folder_size(source / "segue" / name) for name in PRODUCT}
+    rows = {"product": total(sizes.values()), **sizes}
+    rows["lab"] = folder_size(source / "segue" / "lab", root / "lab")
+    rows |= {name: folder_size(root / name) for name in ("tests", "bench", "tools")}
+    print("| | files | code lines | statements | messages |\n|---|---|---|---|---|")
+    for name, size in rows.items():
+        print(f"| {name} | {size.files} | {size.lines:,} | {size.statements:,} | {size.messages} |")
     if args.static:
         return 0
-    print(f"| files that run in one hand-off (`examples/own_memory.py`) | {handed_over(source)} |")
-    print("\n| one request | files | thread switches |\n|---|---|---|")
+    print("\n| one request | functions | files | thread switches |\n|---|---|---|---|")
     measured = one_request(source)
     for role, (ran, switches) in measured.items():
-        print(f"| {role} | {len(ran)} | {switches} |")
-    print(f"| all three | {len(set().union(*(ran for ran, _ in measured.values())))} | |")
+        print(f"| {role} | {len(ran)} | {len({file for file, _ in ran})} | {switches} |")
+    both = measured["prefill"][0] | measured["decode"][0]
+    switches = measured["prefill"][1] + measured["decode"][1]
+    print(f"| prefill and decode | {len(both)} | {len({file for file, _ in both})} | {switches} |")
     return 0
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from segue.cli.commands import advise_model
-from segue.cli.commands.advise import MeasuredMachine
-from segue.cli.commands.advise_report import AdviseReport
 from segue.cli.main import main
 from segue.kv.errors import ConfigError
-from segue.lab.advise.costs import ForwardWork, RowsPoint, StepTimes, TimedForward, pairs
-from segue.lab.advise.queues import HandOffWire
+from segue_lab.advise.costs import ForwardWork, RowsPoint, StepTimes, TimedForward, pairs
+from segue_lab.advise.queues import HandOffWire
+from segue_lab.commands import advise_model
+from segue_lab.commands.advise import MeasuredMachine
+from segue_lab.commands.advise_report import AdviseReport
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

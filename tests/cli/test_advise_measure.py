@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from segue.cli.commands import advise, advise_measure, models
-from segue.cli.commands.advise_flags import AdviseConfig
+from segue.cli.commands import models
 from segue.cli.doctor import doctor_command as doctor
 from segue.engine.engine_api import SequenceStep
 from segue.engine.pool_size import ModelSize
-from segue.lab.advise.costs import ForwardWork, TimedForward
+from segue_lab.advise.costs import ForwardWork, TimedForward
+from segue_lab.commands import advise, advise_measure
+from segue_lab.commands.advise_flags import AdviseConfig
 
 PAGE_TOKENS, VOCAB = 16, 50
 

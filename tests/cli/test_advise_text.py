@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from segue.cli.commands.advise_text import candidates_table, frontier, headline
-from segue.lab.advise.advice import Advice, Expected, SplitResult
-from segue.lab.advise.queues import WorkerSplit
-from segue.lab.advise.workload import LatencyTargets
+from segue_lab.advise.advice import Advice, Expected, SplitResult
+from segue_lab.advise.queues import WorkerSplit
+from segue_lab.advise.workload import LatencyTargets
+from segue_lab.commands.advise_text import candidates_table, frontier, headline
 
 
 def seen(ttft_s: float, itl_s: float) -> Expected:

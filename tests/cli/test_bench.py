@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from fake_openai import FakeOpenAI, running
 
+from segue.cli.bench.loadgen import ClientConnection, Event, EventReader, Failure, Target, stream
 from segue.cli.commands.bench import Bench
 from segue.cli.commands.bench_flags import BenchConfig
 from segue.cli.main import main
 from segue.kv.errors import ConfigError, SegueError
-from segue.lab.bench.loadgen import ClientConnection, Event, EventReader, Failure, Target, stream
 
 
 def measure(fake: FakeOpenAI, **settings: Any) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def test_events_may_be_cut_anywhere(cut: int) -> None:
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segue.lab.bench.loadgen.MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr("segue.cli.bench.loadgen.MAX_EVENT_BYTES", 100)
     reader = EventReader(lambda data: None)
     with pytest.raises(Failure, match="protocol"):
         reader.feed(b"data: " + b"x" * 200)

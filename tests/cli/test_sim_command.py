@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from segue.cli.commands import sim
 from segue.kv.errors import ConfigError
+from segue_lab.commands import sim
 
 #: These seeds have a fault; each has 10 hand-offs.
 FAULTED, BROKEN = {2, 3, 5}, {3, 5}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 
+import msgspec
+import pytest
 from rich.console import Console
 
 from segue.cli.commands.top_command import shown
+from segue.cli.terminal import live, print_json, terminal
 from segue.kv.ids import Role
 from segue.server.fleet.fleet_view import (
     ErrorView,
@@ -93,3 +96,40 @@ def test_a_look_fits_a_terminal_of_80_columns() -> None:
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert lines == SHOWN.splitlines()
+
+
+HARMFUL = "\x1b]0;mine\x07\x9b2J\u202e\x7f\U000e0001"
+
+
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "once"])
+def test_the_texts_of_clients_tell_the_terminal_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_live: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    request = RequestView(
+        request_id=HARMFUL, ago_s=1, seconds=1, what=HARMFUL, code="NOT_FOUND", text=HARMFUL
+    )
+    view = msgspec.structs.replace(
+        VIEW,
+        model=HARMFUL,
+        reason=HARMFUL,
+        requests=[request],
+        errors=[ErrorView("NOT_FOUND", 1, HARMFUL, HARMFUL)],
+        trouble=HARMFUL,
+    )
+    console = terminal()
+    if is_live:
+        with live(console) as display:
+            display.update(shown(view), refresh=True)
+    else:
+        console.print(shown(view))
+    said = capsys.readouterr().out
+    assert r"\x1b]0;mine\x9b2J\u202e\x7f\U000e0001" in said  # rich drops the bell
+    assert all(line.isprintable() for line in said.split("\n"))
+
+
+def test_json_for_a_terminal_is_json_and_printable(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"text": HARMFUL, "été": ["a\nb"]})
+    said = capsys.readouterr().out
+    assert all(line.isprintable() for line in said.split("\n"))
+    assert msgspec.json.decode(said) == {"text": HARMFUL, "été": ["a\nb"]}

@@ -133,7 +133,7 @@ def front(**settings: Any) -> FrontendConfig:
         revision="v1",
         cache="/cache",
         answers=AnswersConfig(policy="follow_bootstrap_room", max_attempts=5),
-        access=AccessConfig(api_key="hunter2"),
+        access=AccessConfig(api_key="hunter2", allowed_hosts="a.example"),
         limit=LIMITS,
         secret=settings.pop("secret", SECRET),
         **settings,
@@ -186,10 +186,11 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
         "keys": more["keys"],
         "metrics": METRICS,
         "clients": config.clients,
+        "hosts": frozenset({"a.example"}),
     }
     assert isinstance(more["listener"], Listener)
-    assert more["keys"].allow(b"Bearer hunter2")
-    assert not more["keys"].allow(b"Bearer other")
+    assert more["keys"].owner(b"Bearer hunter2") is not None
+    assert more["keys"].owner(b"Bearer other") is None
     assert more["records"] is given["records"], "what the fleet notes is what the server explains"
     more["on_ready"]("http://here")
     assert ready == ["http://here"]
@@ -255,7 +256,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Noted:
         "resolve": noted.double("resolve", Path("/models/here")),
         "model_size": noted.double("model_size", SIZE),
         "this_host": lambda: HOST,
-        "log_folder": lambda _cache: None,
     }.items():
         monkeypatch.setattr(processes, name, double)
     return noted
@@ -344,18 +344,6 @@ def test_a_signal_before_anything_was_started_is_one_sentence_and_status_1(
     assert said.err == "segue: stopped while loading: nothing was started, and nothing was served\n"
     assert said.out == ""
     assert signal.getsignal(signal.SIGTERM) == handled
-
-
-def test_a_deployment_keeps_no_log_files_where_none_can_be_written_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = processes.log_folder(str(tmp_path))
-    assert folder is not None
-    assert folder.path.parent == tmp_path / "logs"
-    folder.close(keep=False)
-    (tmp_path / "file").write_text("")
-    assert processes.log_folder(str(tmp_path / "file")) is None
-    assert "no log files are kept: " in capsys.readouterr().err
 
 
 def test_the_registry_of_a_deployment_is_on_loopback_with_its_secret_and_ends_with_it(

@@ -436,10 +436,11 @@ def environment(container: dict[str, Any], address: str) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    fields = {"status.podIP": address, "metadata.namespace": "default"}
     for variable in container["env"]:
         source = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-        assert source in (None, "status.podIP"), source
-        here[variable["name"]] = address if source else variable["value"]
+        value = variable["value"] if source is None else fields[source]
+        here[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda found: here[found[1]], value)
     return here
 
 

@@ -28,6 +28,15 @@ WAYS = {
         "cacheClaim=cache",
         "frontend.service=LoadBalancer",
     ),
+    "own-pods": (
+        "imagePullSecrets[0].name=registry",
+        "tolerations[0].operator=Exists",
+        "decode.nodeSelector.pool=gpu",
+        "decode.env[0].name=HF_HUB_OFFLINE",
+        "decode.env[0].value=yes",
+        "priorityClassName=high",
+        "podAnnotations.a=b",
+    ),
     "llm-d": ("mode=llm-d",),
     "llm-d-mooncake": ("mode=llm-d", *MOONCAKE, *WATCHED),
 }
@@ -154,6 +163,11 @@ def test_the_chart_and_kustomize_make_the_same_objects(
         (("prefill.extraArgs={--request-budget-s=600}",), "prefill.extraArgs has --request-budget-s: give"),
         (("frontend.extraArgs={--shutdown-delay-s=600}",), "frontend.extraArgs has --shutdown-delay-s: give"),
         (("frontend.extraArgs={--api-key=k}",), "frontend.extraArgs has --api-key: give apiKeysSecret"),
+        (("env[0].name=SEGUE_REGISTRY",), "env has SEGUE_REGISTRY, which the chart sets itself"),
+        (("decode.env[0].name=POD_IP",), "env has POD_IP, which the chart sets itself"),
+        ((r"decode.podLabels.app\.kubernetes\.io/name=x",), "podLabels has app.kubernetes.io/name, by which"),
+        (("tolerations[0].effect=Never",), "at '/tolerations/0/effect'"),
+        (("allowedHosts={http://a}",), "at '/allowedHosts/0'"),
         (("kvGiB=0",), "at '/kvGiB'"),
         (("mode=llm-d", "kvGiB=0.5"), "kvGiB 0.5: vLLM takes whole GiB (VLLM_CPU_KVCACHE_SPACE)"),
         (("mode=llm-d", "apiKeysSecret=keys"), "apiKeysSecret is for mode own: let llm-d's gateway ask"),
@@ -183,6 +197,62 @@ def test_a_further_flag_reaches_the_program_as_it_was_given(flag: str, tmp_path:
         for part in ("decode", "frontend") if mode == "own" else ("decode",):
             [container] = found["Deployment", f"segue-{part}"]["spec"]["template"]["spec"]["containers"]
             assert container["args"][-1] == flag
+
+
+#: Settings that every pod gets, and further ones of decode.
+PODS = {
+    "imagePullSecrets": [{"name": "registry"}],
+    "nodeSelector": {"pool": "gpu", "zone": "a"},
+    "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "priorityClassName": "high",
+    "runtimeClassName": "nvidia",
+    "podAnnotations": {"example.com/scrape": "true"},
+    "podLabels": {"team": "chat"},
+    "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+    "envFrom": [{"secretRef": {"name": "tokens"}}],
+    "allowedHosts": ["chat.example", "*.chat.example"],
+    "decode": {
+        "nodeSelector": {"zone": "b"},
+        "tolerations": [{"key": "decode", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "priorityClassName": "higher",
+        "podAnnotations": {"example.com/part": "decode"},
+        "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "tokens", "key": "hf"}}}],
+    },
+}
+
+
+@pytest.mark.parametrize("mode", ["own", "llm-d"])
+def test_settings_of_pods_reach_every_pod_and_those_of_a_part_its_own(mode: str, tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump(PODS))
+    words = ("-f", str(values), "--set", f"mode={mode}")
+    done = tool("helm", "template", "segue", str(DEPLOY / "chart"), *words)
+    assert done.returncode == 0, done.stderr
+    found = {name: one for (kind, name), one in objects(done.stdout).items() if kind == "Deployment"}
+    assert len(found) == (3 if mode == "own" else 2)
+    for name, one in found.items():
+        template = one["spec"]["template"]
+        pod, decode = template["spec"], name == "segue-decode"
+        assert pod["imagePullSecrets"] == PODS["imagePullSecrets"]
+        assert pod["nodeSelector"] == {"pool": "gpu", "zone": "b" if decode else "a"}
+        assert [one["key"] for one in pod["tolerations"]] == ["gpu", *(["decode"] if decode else [])]
+        assert list(pod["affinity"]) == ["nodeAffinity" if decode else "podAntiAffinity"]
+        assert pod["priorityClassName"] == ("higher" if decode else "high")
+        assert pod["runtimeClassName"] == "nvidia"
+        assert template["metadata"]["annotations"]["example.com/scrape"] == "true"
+        assert ("example.com/part" in template["metadata"]["annotations"]) is decode
+        assert template["metadata"]["labels"]["team"] == "chat"
+        assert "team" not in one["spec"]["selector"]["matchLabels"]
+        [container] = pod["containers"]
+        variables = [variable["name"] for variable in container["env"]]
+        assert ("HTTPS_PROXY" in variables, "HF_TOKEN" in variables) == (True, decode)
+        assert container["envFrom"] == PODS["envFrom"]
+        if name == "segue-frontend":
+            [hosts] = [one["value"] for one in container["env"] if one["name"] == "SEGUE_ALLOWED_HOSTS"]
+            assert hosts.split(",")[0] == "segue-frontend"
+            assert hosts.endswith(".svc.cluster.local,chat.example,*.chat.example")
 
 
 def test_an_instance_asks_for_a_key_where_the_frontend_does(made: dict[str, str]) -> None:

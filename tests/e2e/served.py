@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import ClassVar
 
 import holdings
-import httpx
+import httpx2 as httpx
 import psutil
 from holdings import State
 
@@ -27,6 +27,27 @@ REST_S = 60.0
 _DOOR = re.compile(r"http server at (\S+):(\d+)")
 _DRAINING = re.compile(r"event=draining")
 _STARTED = re.compile(r"event=started child=(\S+) pid=(\d+)")
+
+
+def command(*words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command of segue to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "segue.cli.main", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=os.environ | (environ or {}),
+    )
+
+
+def refused(*words: str, status: int = 2, environ: Mapping[str, str] | None = None) -> str:
+    """What a command says that ends with `status` before it has begun to serve: no traceback."""
+    done = command(*words, environ=environ)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return done.stderr
 
 
 @functools.cache
@@ -154,9 +175,7 @@ class Served:
 
     def operate(self, *words: str) -> str:
         """The output of a command, which finds this deployment by its runtime folder."""
-        command = [sys.executable, "-m", "segue.cli.main", *words]
-        environ = os.environ | self.runtime
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
+        done = command(*words, environ=self.runtime)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

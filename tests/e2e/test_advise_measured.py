@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from segue.cli.commands.advise import MeasuredMachine
-from segue.cli.commands.advise_report import AdviseReport
 from segue.cli.main import main
+from segue_lab.commands.advise import MeasuredMachine
+from segue_lab.commands.advise_report import AdviseReport
 
 
 @pytest.mark.slow

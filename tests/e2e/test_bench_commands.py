@@ -44,10 +44,10 @@ IN_SLOW = {"abort", "handoff", "frontend", "transport", "plan", "session"}
 #: `tests/deploy`, `tests/e2e/chaos` and `tests/lab/sim` run what these do; `first_hour` installs everything;
 #: those after them need the default model or other people's routers
 ELSEWHERE = {"changes", "etcd", "first_hour", "kills", "manifests", "sim_many"}
-ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
+ELSEWHERE |= {"advise", "hostile", "last_layer", "mixed", "rank_memory", "routing", "serve"}
 #: These need another commit's tree, vLLM, or gigabytes of memory.
 ELSEWHERE |= {"agent", "bodies", "holes", "per_request", "staging", "sglang_answers", "sglang_pages"}
-ELSEWHERE |= {"vllm_answers", "vllm_beside_nixl", "vllm_faults"}
+ELSEWHERE |= {"vllm_answers", "vllm_beside_nixl"}
 
 
 def test_no_measurement_is_forgotten() -> None:

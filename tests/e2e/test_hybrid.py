@@ -10,7 +10,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 import tiny_model
 import traffic
@@ -34,7 +34,8 @@ def saved(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "transport"), [("lfm2", "shm"), ("qwen3.5", "shm"), ("qwen3-next", "tcp")]
+    ("family", "transport"),
+    [("lfm2", "shm"), ("qwen3-next", "tcp"), pytest.param("qwen3.5", "shm", marks=pytest.mark.soak)],
 )
 def test_a_hybrid_folder_is_served(tmp_path: Path, family: str, transport: str) -> None:
     folder = saved(tmp_path, family)
@@ -62,7 +63,9 @@ TIGHT = ("--kv-gib", "0.0001")
 
 # One sequence comes to fill more than half of the pages: two never end without a retraction, however late one
 # of them begins.
-@pytest.mark.parametrize(("family", "many"), [("lfm2", 220), ("qwen3-next", 500)])
+@pytest.mark.parametrize(
+    ("family", "many"), [("lfm2", 220), pytest.param("qwen3-next", 500, marks=pytest.mark.soak)]
+)
 def test_retracted_and_continued_sequences_have_the_tokens_of_generate(
     tmp_path: Path, family: str, many: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 import traffic
 from cluster import MODEL, Cluster

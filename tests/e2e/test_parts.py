@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
-from served import Served
+from served import Served, command, refused
 
 from otlp import collecting
 from ports import HeldPort
@@ -22,11 +20,6 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SMALL = ("--dtype", "float32", "--kv-gib", "0.1", "--threads-per-worker", "1")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "segue.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture
@@ -71,41 +64,37 @@ def test_prefill_decode_and_frontend_by_hand(
         headers = {"x-request-id": "first", "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
         answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60, headers=headers)
         assert answer.status_code == 200, answer.text
-        told = run("explain", "first", "--registry", url, *trust)
+        told = command("explain", "first", "--registry", url, *trust)
         assert told.returncode == 0, told.stderr
         for word in ("frontend http: first", "prefill ", "decode ", "transfer", "handed_bytes"):
             assert word in told.stdout
-        seen = run("ps", "--registry", url, *trust)
+        seen = command("ps", "--registry", url, *trust)
         assert seen.returncode == 0, seen.stderr
         lines = seen.stdout.splitlines()
         assert [line.split()[2:4] for line in lines[1:3]] == [["decode", "serving"], ["prefill", "serving"]]
         monkeypatch.setenv("XDG_RUNTIME_DIR", decode.runtime["XDG_RUNTIME_DIR"])  # as in its pod
         name = lines[1].split()[0]
-        for command, state in (
+        for words, state in (
             (("drain", "--self"), "drained"),
             (("resume", name, "--registry", url, *trust), "serving"),
         ):
-            steered = run(*command, "--timeout", "30")
+            steered = command(*words, "--timeout", "30")
             assert steered.returncode == 0, steered.stderr
             assert f" {state}: running 0" in steered.stdout
-        switched = run("switch", name, "unified", "--registry", url, *trust)
+        switched = command("switch", name, "unified", "--registry", url, *trust)
         assert switched.returncode == 0, switched.stderr
         assert " serving, before it decode" in switched.stdout
         decode.logged(re.compile(r"INFO +unified segue\.instance serving role=unified"))
         # The frontend hears of it a moment later, and waits for somebody who decodes.
         assert httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60).status_code == 200
-        seen = run("ps", "--registry", url, *trust)
+        seen = command("ps", "--registry", url, *trust)
         assert {line.split()[2] for line in seen.stdout.splitlines()[1:3]} == {"prefill", "unified"}
         name = switched.stdout.splitlines()[-1].split()[1]
         stranger = tmp_path / "other"
         stranger.write_text("x" * 64)
-        refused = run("decode", "--registry", url, *model, "--secret-file", str(stranger))
-        assert refused.returncode in (1, 2)
-        assert "secret" in refused.stderr
-        assert "Traceback" not in refused.stderr
-        steered = run("drain", name, "--registry", url, "--secret-file", str(stranger))
-        assert steered.returncode == 1
-        assert "secret" in steered.stderr
+        other = ("--registry", url, "--secret-file", str(stranger))
+        assert "secret" in refused("decode", *other, *model, status=1)
+        assert "secret" in refused("drain", name, *other, status=1)
         assert httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60).status_code == 200
         for part in (frontend, decode, prefill):
             assert part.stop() == 0
@@ -133,20 +122,13 @@ def test_prefill_decode_and_frontend_by_hand(
     ],
 )
 def test_a_wrong_setting_is_one_sentence(arguments: tuple[str, ...], text: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert text in refused(*arguments)
 
 
 def test_a_broken_gguf_is_one_sentence(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + os.urandom(4096))
-    done = run("serve", "--model", str(broken), "--cache", str(tmp_path / "cache"))
-    assert done.returncode == 2
-    assert "broken.gguf" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "broken.gguf" in refused("serve", "--model", str(broken), "--cache", str(tmp_path / "cache"))
 
 
 @pytest.mark.slow
@@ -159,10 +141,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
             ("serve", "--port", port),
             ("prefill", "--model", "smollm2", "--bootstrap-port", port),
         ):
-            done = run(*arguments, *SMALL)
-            assert done.returncode == 2, done.stderr
-            assert port in done.stderr
-            assert "Traceback" not in done.stderr
+            assert port in refused(*arguments, *SMALL)
 
 
 @pytest.mark.slow

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
-from served import Served
+from served import Served, command
 from test_serve import SHORT, assert_right, completion, generated, token_ids
 
 from emulated import below
@@ -21,13 +20,18 @@ pytestmark = [pytest.mark.timeout(300)]
 SMALL = ("--kv-gib", "0.05", "--threads-per-worker", "1", "--port", "0", "--served-model-name", "smollm2")
 
 
+def soak(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 def needs_more_than(ceiling: str) -> None:
     if not below(ceiling):
         pytest.skip("this processor has nothing above that: it is what the other tests serve with")
 
 
+# `test_engine_emulated.py` has the kernels and types of each ceiling, without a deployment.
 @pytest.mark.slow
-@pytest.mark.parametrize("ceiling", ["avx2", "sse", "avx512"])
+@pytest.mark.parametrize("ceiling", ["avx2", soak("sse"), soak("avx512")])
 def test_a_deployment_without_dtype_takes_float32_where_bfloat16_is_not_multiplied(
     ceiling: str, tiny: Path
 ) -> None:
@@ -44,8 +48,8 @@ def test_a_deployment_without_dtype_takes_float32_where_bfloat16_is_not_multipli
     ("ceiling", "dtype"),
     [
         ("avx2", "float16"),
-        ("sse", "bfloat16"),
-        ("avx512", "bfloat16"),
+        soak("sse", "bfloat16"),
+        soak("avx512", "bfloat16"),
     ],
 )
 def test_a_type_that_is_named_is_served_with_one_warning(ceiling: str, dtype: str, tiny: Path) -> None:
@@ -93,8 +97,7 @@ def test_instances_whose_processors_choose_different_types_are_no_pair_and_all_s
                 asked = httpx.post(f"{url}/v1/completions", json=body)
                 assert (ready.status_code, asked.status_code) == (503, 503)
                 assert mend in asked.text
-                doctor = [sys.executable, "-m", "segue.cli.main", "doctor", "--registry", registry, "--json"]
-                done = subprocess.run(doctor, capture_output=True, text=True, timeout=120, check=False)
+                done = command("doctor", "--registry", registry, "--json")
                 assert done.returncode == 1
                 assert "start both with --dtype float32" in done.stdout
                 assert frontend.stop(at_rest=False) == 0

@@ -8,7 +8,7 @@ import re
 import signal
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 from served import Served
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(300)]
 PROMPTS = [list(range(1, 2 + n)) for n in (0, 20, 90)]
 COUNT = 8
 SMALL = ("--dtype", "float32", "--port", "0", "--kv-gib", "0.05")
-#: What ends by itself stays away; `test_serve_restart.py` has the rest.
+#: What ends by itself stays away; `chaos/test_serve_restarts.py` has the rest.
 NEVER = ("--restart", "never")
 TWO_ONE = (*SMALL, "--prefill-tp", "2", "--decode-tp", "1")
 
@@ -86,7 +86,7 @@ def test_data_parallel_ranks_of_two_ranks_each_answer_as_the_reference_does(tiny
         made.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_context_parallel_prefill_and_pipeline_stages_of_decode_answer_as_the_reference_does(
     tiny: Path,
 ) -> None:

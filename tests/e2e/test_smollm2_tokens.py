@@ -9,13 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from served import Served
-from test_serve import FLOAT32, completion, prompts, token_ids
-from test_serve import reference as reference  # a fixture: one generate for the whole module
+from test_serve import FLOAT32, completion, drawn, generated, token_ids
 
 pytestmark = [pytest.mark.soak, pytest.mark.model, pytest.mark.timeout(900)]
 
 #: More than the longest prompt, so that each is one chunk.
 WHOLE = 4096
+
+
+def prompts() -> list[list[int]]:
+    """Sixteen of up to 2,000 tokens: a minute of computing for each of transformers and segue."""
+    return drawn(1, 2, 15, 16, 17, 33, 64, 100, 130, 200, 257, 300, 350, 512, 700, 2000)
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[int]]:
+    """The right answers to `prompts()`."""
+    return generated(prompts())
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 64, WHOLE])

@@ -8,16 +8,16 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Callable
 from io import BytesIO
 from itertools import count
 from pathlib import Path
 
 import msgspec
 import pytest
-from cluster import MODEL, Cluster
+from cluster import MODEL
+from served import Served
 from tiny_model import VOCAB
-from traffic import Result, asks, stream
+from traffic import Ask, Result, asks, stream
 
 from segue.kv.protocol.messages import HANDOFF_VERSIONS
 from segue.kv.session.frames import SESSION_VERSIONS
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: A commit of version 0.2.0, and not its tag: a clone need not have tags.
 EARLIER = "54d7d41125f011bbdcc345d2b83c77dd96cfab84"
 pytestmark = pytest.mark.slow
+GREEDY = [ask for ask in asks(5, 32, vocab=VOCAB, longest=200, max_tokens=24) if ask.seed is None]
 
 #: Prints the ranges that a version speaks, the session's first.
 RANGES = (
@@ -58,7 +59,9 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
         files.extractall(folder / "source", filter="data")
     words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder / "installed")]
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words, str(folder / "source")]
+    # What it needs and this version does not.
+    wheels = [str(folder / "source"), "httpx==0.28.1", "httpcore==1.0.9"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words, *wheels]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "installed"
@@ -75,8 +78,7 @@ def apart(earlier: Path) -> list[Versions]:
     return next(([ours, other] for ours, other in both if ours.common(other) is None), [])
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("older", ["prefill", "decode"])
+@pytest.mark.parametrize(("older", "transport"), [("prefill", "shm"), ("decode", "tcp")])
 def test_this_version_and_an_earlier_one_hand_over_or_say_why_not(
     earlier: Path, apart: list[Versions], older: str, transport: str
 ) -> None:
@@ -89,79 +91,62 @@ def test_this_version_and_an_earlier_one_hand_over_or_say_why_not(
         assert done.stdout.strip() == "first token 42, KV equal", done.stderr
 
 
-@pytest.mark.model
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_instances_are_replaced_by_this_version_one_by_one_under_load(
-    earlier: Path, apart: list[Versions], tiny: Path
+@pytest.mark.timeout(600)
+def test_a_deployment_of_this_version_takes_the_place_of_an_earlier_one_under_load(
+    earlier: Path, tiny: Path
 ) -> None:
-    """Clients of a frontend of each version: no request fails, and each greedy answer is the same at every
-    stage."""
-    if apart:
-        pytest.skip(f"{EARLIER} and this tree speak no version in common: {apart[0]} and {apart[1]}")
-    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-    older = {name: {"PYTHONPATH": str(earlier)} for name in (*names, "frontend-older")}
-    frontends = ("frontend", "frontend-older")
-    with Cluster(tiny, names, frontends=frontends, environ=older) as made:
-        registry = f"http://127.0.0.1:{made.registry.port}"
-
-        def replace(name: str) -> None:
-            """As an orchestrator does: `preStop`, SIGTERM, a new process at the same place."""
-            words = ["ps", "--registry", registry, "--json"]
-            rows = msgspec.json.decode(segue(*words))
-            address = f"127.0.0.1:{made.ports(name)[0]}"
-            [row] = [row for row in rows if row["address"] == address]
-            segue("drain", row["instance"], "--registry", registry, "--timeout", "120")
-            part = made.parts[name]
-            assert part.stop(at_rest=False) == 0
-            del made.environ[name]
-            made.start(name)
-
-        results = asyncio.run(_under_load([made.parts[name].url for name in frontends], names, replace))
-        assert Counter(result.error for result in results) == {"": len(results)}
-        answers: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
-        for result in results:
-            answers.setdefault(result.ask.prompt, set()).add(tuple(result.tokens))
-        assert all(len(each) == 1 for each in answers.values())
-        assert len(results) > 4 * len(answers), "each prompt was asked again at several stages"
+    """As docs/upgrading.md says where the versions have none in common: the second deployment starts beside
+    the first one, the clients move, the first one drains. No request fails, and each greedy answer is the
+    same on both."""
+    model = ("--model", str(tiny), "--served-model-name", MODEL, "--dtype", "float32")
+    words = (*model, "--port", "0", "--kv-gib", "0.05", "--threads-per-worker", "1")
+    with (
+        Served(*words, environ={"PYTHONPATH": str(earlier)}) as first,
+        Served(*words, wait=False) as second,
+    ):
+        results = asyncio.run(_replaced(first, second))
+    found = [result for of_one in results.values() for result in of_one]
+    assert Counter(result.error for result in found) == {"": len(found)}
+    answers = [
+        {(result.ask.prompt, tuple(result.tokens)) for result in results[each.url]}
+        for each in (first, second)
+    ]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == len(GREEDY)
 
 
-def segue(*words: str) -> bytes:
-    command = [sys.executable, "-m", "segue.cli.main", *words]
-    done = subprocess.run(command, capture_output=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-async def _under_load(
-    urls: list[str], names: tuple[str, ...], replace: Callable[[str], None]
-) -> list[Result]:
-    """Four clients ask both frontends in turns while each of `names` is replaced, and for a while before and
-    after."""
-    greedy = [ask for ask in asks(5, 32, vocab=VOCAB, longest=200, max_tokens=24) if ask.seed is None]
-    results: list[Result] = []
+async def _replaced(first: Served, second: Served) -> dict[str, list[Result]]:
+    """What four clients get, by the URL that they ask; each prompt is asked at both."""
+    results: dict[str, list[Result]] = {first.url: []}
+    url, numbers = first.url, count()
     over, news = asyncio.Event(), asyncio.Event()
-    numbers = count()
 
     async def client() -> None:
         while not over.is_set():
-            number = next(numbers)
-            ask = greedy[number // 2 % len(greedy)]
-            results.append(await stream(urls[number % 2], MODEL, ask, within_s=180))
+            at = url
+            results[at].append(await stream(at, MODEL, GREEDY[next(numbers) % len(GREEDY)], within_s=180))
             news.set()
 
     async def answered(more: int) -> None:
-        until = len(results) + more
-        while len(results) < until:
+        until = len(results[url]) + more
+        while len(results[url]) < until:
             news.clear()
-            await news.wait()
+            await asyncio.wait_for(news.wait(), 180)
 
     clients = [asyncio.create_task(client()) for _ in range(4)]
     try:
-        for name in names:
-            await answered(2 * len(greedy))
-            await asyncio.to_thread(replace, name)
-        await answered(2 * len(greedy))
+        await answered(2 * len(GREEDY))
+        await asyncio.to_thread(second.ready)
+        await answered(len(GREEDY))
+        results[second.url] = []
+        url = second.url
+        # All requests that the first one still has came before this one, which it has when it is told to end.
+        begun, long = asyncio.Event(), Ask(GREEDY[0].prompt, 1000)
+        last = asyncio.create_task(stream(first.url, MODEL, long, within_s=180, first=begun))
+        await asyncio.wait_for(begun.wait(), 180)
+        assert await asyncio.to_thread(first.stop, at_rest=False) == 0
+        assert (last.done(), (await last).error, len(last.result().tokens)) == (True, "", 1000)
+        await answered(2 * len(GREEDY))
     finally:
         over.set()
         await asyncio.gather(*clients)

@@ -157,15 +157,17 @@ COMMANDS = [
     (("switch", *REGISTRY, "3fa94c01", "decode"), "serve"),
     (("explain", *REGISTRY, "req-1"), "serve"),
     (("bench", "http://127.0.0.1:1"), "serve"),
-    (("sim",), "serve"),
-    (("advise", "m"), "serve"),
     (("doctor",), "serve"),
     (("keys", "tls"), "keys"),
 ]
 
 
+#: Commands of the repository that the wheel lacks.
+OUTSIDE = ("sim", "advise")
+
+
 def test_all_commands_are_tried() -> None:
-    assert {words[0] for words, _ in COMMANDS} == {*parser()[1]} - {"version"}
+    assert {words[0] for words, _ in COMMANDS} == {*parser()[1]} - {"version", *OUTSIDE}
 
 
 @pytest.mark.parametrize(("words", "extras"), COMMANDS, ids=[words[0] for words, _ in COMMANDS])
@@ -175,6 +177,15 @@ def test_a_command_without_its_extra_says_which(library: Path, words: tuple[str,
     [line] = done.stderr.splitlines()
     assert line.startswith(f"segue: segue {words[0]} needs the ")
     assert line.endswith(f"not installed): pip install 'segue[{extras}]'")
+
+
+@pytest.mark.parametrize("command", OUTSIDE)
+def test_a_command_outside_the_wheel_says_where_it_is(library: Path, command: str) -> None:
+    done = run(library, "-m", "segue.cli.main", command, "--seed", "1")
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"segue: segue {command} is in segue's repository")
+    assert line.endswith("'pip install ./lab'")
 
 
 def test_help_and_version_need_nothing(library: Path) -> None:
@@ -211,7 +222,7 @@ def everything(wheel: Path, tmp_path: Path) -> Path:
     return python
 
 
-def test_segue_serve_runs_from_the_wheel(everything: Path, tiny: Path, tmp_path: Path) -> None:
+def test_segue_serve_and_bench_run_from_the_wheel(everything: Path, tiny: Path, tmp_path: Path) -> None:
     where = run(everything, "-c", "import segue; print(segue.__file__)").stdout
     assert str(tmp_path) in where
     serve = [everything, "-m", "segue.cli.main", "serve", str(tiny), "--port", "0", "--dtype", "float32"]
@@ -227,6 +238,11 @@ def test_segue_serve_runs_from_the_wheel(everything: Path, tiny: Path, tmp_path:
                     break
             else:
                 pytest.fail("".join(said))
+            url = said[-1].split()[1]
+            bench = run(
+                everything, "-m", "segue.cli.main", "bench", url, "--requests", "2", "--output-tokens", "2"
+            )
+            assert (bench.returncode, bench.stderr) == (0, ""), bench.stderr
         finally:
             process.terminate()
             process.communicate(timeout=120)

@@ -110,7 +110,7 @@ async def _stream(
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     try:
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
             b"content-type: application/json\r\nx-request-id: %s\r\ncontent-length: %d\r\n\r\n%s"
             % (request_id.encode(), len(body), body)
         )

@@ -29,7 +29,7 @@ class DpRank:
         self.thread = threading.Thread(target=self._serve, name=f"dp {index}")
 
     def start(self):
-        self.forward.listen(lambda: self.inbox.put(None), self.leaves.set, self._over)
+        self.group.listen(lambda: self.inbox.put(None), self.leaves.set, self._over)
         self.thread.start()
 
     def _over(self, error):
@@ -53,7 +53,7 @@ class DpRank:
                     done.put(job(self.engine))
                 except SegueError as exc:
                     done.put(exc)
-            while self.forward.behind:
+            while self.group.behind:
                 self.steps_along += 1
                 with contextlib.suppress(SegueError):  # it is in `lost`
                     run_step(self.engine, [])
@@ -106,5 +106,5 @@ class DpThreads:
             rank.thread.join(60)
             assert not rank.thread.is_alive()
         for rank in self.ranks:
-            rank.forward.close()
-            assert not rank.group._thread.is_alive()
+            rank.group.close()
+            assert not rank.group._io.running

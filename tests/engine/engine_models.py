@@ -23,8 +23,7 @@ from transformers import (
 
 from segue.engine.cpu.cpu_forward import load_engine
 from segue.engine.engine_api import SequenceResult, SequenceStep, run_step
-from segue.engine.request import SamplingParams
-from segue.kv.protocol.messages import TokenLogprob
+from segue.engine.request import SamplingParams, TokenLogprob
 
 VOCAB = 97
 CONTEXT_TOKENS = 4096

@@ -1,12 +1,15 @@
-"""The words of DP ranks that compute together: no thread, no model, and tensors that a double gathers."""
+"""The messages of DP ranks that compute together: no model, and tensors that a double gathers."""
 
-import socket
+import contextlib
+import queue
 
 import pytest
 import torch
 
-from segue.engine.ranks.dp_group import AliveWord, DpDoneWord, DpGroup, LostWord, StepWord, _decoder
+from segue.engine.ranks.dp_group import DpGroup, DpMessage, GroupLost, RankDrained, StepBegins
 from segue.kv.errors import Internal, PeerLost, RankDivergence
+from segue.kv.limits import Limits
+from segue.kv.process_link import ProcessLink
 from segue.server.supervisor.dp_rank_processes import star
 
 
@@ -23,182 +26,198 @@ class Gloo:
         self.closed += 1
 
 
-class Told:
-    """The events that a leader got."""
+class Peer:
+    """The other end of a link of the rank that is tested."""
 
-    def __init__(self, group):
-        self.words, self.lost = [], []
-        group._wake = lambda: self.words.append("wake")
-        group._leave = lambda: self.words.append("leave")
-        group._on_lost = self.lost.append
+    def __init__(self, sock):
+        self.heard = queue.SimpleQueue()
+        name = "the rank that is tested"
+        self.link = ProcessLink(sock, name, DpMessage, received=self.heard.put, ended=self._ended)
+
+    def _ended(self, _reason, over):
+        if over:
+            self.heard.put("end")
+
+    def next(self):
+        return self.heard.get(timeout=60)
+
+
+class Rank:
+    """The rank that is tested, of three, what its leader is told, and its peers by their rank."""
+
+    def __init__(self, rank, limits=None):
+        links = star(3)
+        self.group = DpGroup(rank, 3, links[rank], "a model", limits=limits)
+        self.group._gloo = Gloo(rank, 3)
+        others = {1: links[1][0], 2: links[2][0]} if rank == 0 else {0: links[0][rank - 1]}
+        self.peers = {peer: Peer(sock) for peer, sock in others.items()}
+        for sock in {sock for of_rank in links for sock in of_rank} - {*links[rank], *others.values()}:
+            sock.close()
+        self.told = queue.SimpleQueue()
+
+    def listen(self):
+        self.group.listen(lambda: self.told.put("wake"), lambda: self.told.put("leave"), self.told.put)
+        assert self.next() == "wake", "there may be something to do already"
+
+    def next(self):
+        return self.told.get(timeout=60)
+
+    def close(self):
+        self.group.close()
+        for peer in self.peers.values():
+            peer.link.close()
 
 
 @pytest.fixture
-def ranks():
-    """Three ranks that have met, what each one's leader is told, and their links."""
-    links = star(3)
-    groups = [DpGroup(rank, 3, links[rank], "a model") for rank in range(3)]
-    for group in groups:
-        group._gloo = Gloo(group.rank, 3)
-    yield groups, [Told(group) for group in groups], links
-    for group in groups:
-        group.close()
+def first():
+    with contextlib.closing(Rank(0)) as rank:
+        rank.listen()
+        yield rank
 
 
-def waiting(link):
-    """The words that a link has for who listens there."""
-    words = []
-    while True:
-        try:
-            body = link.recv(65536, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return words
-        if not body:
-            return [*words, "end"]
-        words.append(_decoder.decode(body))
+@pytest.fixture
+def second():
+    with contextlib.closing(Rank(1)) as rank:
+        rank.listen()
+        yield rank
 
 
-def hear(group, link, rank):
-    """Take one word that lies there."""
-    return group._heard(link, rank)
+@pytest.mark.parametrize("message", [StepBegins(1), RankDrained(1), GroupLost(PeerLost("it went").info)])
+def test_what_one_rank_says_the_first_passes_on_to_the_others_and_not_back(first, message):
+    first.peers[1].link.post(message)
+    assert first.peers[2].next() == message
+    first.group.done()
+    answer = message if isinstance(message, GroupLost) else RankDrained(0)
+    assert first.peers[1].next() == answer, "but that its own group is over now, too"
 
 
-@pytest.mark.parametrize(
-    "word", [StepWord(1), DpDoneWord(1), LostWord(PeerLost("it went").info), AliveWord()]
-)
-def test_what_one_rank_says_the_first_passes_on_to_the_others_and_not_back(ranks, word):
-    (first, second, _), _, links = ranks
-    second._say(word)
-    assert hear(first, links[0][0], 1)
-    onward = [] if isinstance(word, AliveWord) else [word]
-    assert waiting(links[2][0])[: len(onward)] == onward
-    back = waiting(links[1][0])
-    assert back == ([word] if isinstance(word, LostWord) else []), "but that its own group is over now, too"
-
-
-def test_a_step_that_another_begins_wakes_the_leader_and_an_older_word_takes_nothing_back(ranks):
-    (first, second, _), told, links = ranks
+def test_a_step_that_another_begins_wakes_the_leader_and_an_older_message_takes_nothing_back(first):
     for number in (2, 1):
-        second._say(StepWord(number))
-        hear(first, links[0][0], 1)
-    assert first.behind
-    assert told[0].words == ["wake", "wake"]
-    begin(first, [0, 0], 0)
-    assert first.behind
-    begin(first, [0, 0], 0)
-    assert not first.behind
+        first.peers[1].link.post(StepBegins(number))
+        assert first.next() == "wake"
+    assert first.group.behind
+    begin(first.group, [0, 0], 0)
+    assert first.group.behind
+    begin(first.group, [0, 0], 0)
+    assert not first.group.behind
 
 
 def digest_of(group):
     return int.from_bytes(group._digest, signed=True)
 
 
-def prepare(group, others):
-    """In the next exchange of `group` the others bring `others`, and stand where it stands."""
+def begin(group, others, rows):
+    """A step of `group` with `rows`; the others bring `others`, and stand where it stands."""
     here, parts = [group._number + 1, digest_of(group)], iter(others)
     group._gloo.others = [
         None if rank == group.rank else torch.tensor([[*here, next(parts)]]) for rank in range(group.size)
     ]
-
-
-def begin(group, others, rows):
-    """A step of `group` with `rows`."""
-    prepare(group, others)
     with group.step(rows):
         return group.rows, group.own
 
 
-def test_who_begins_a_step_says_so_and_who_was_told_of_it_does_not(ranks):
-    (first, second, _), _, links = ranks
-    assert begin(second, [4, 5], 3) == ([4, 3, 5], slice(4, 7))
-    assert waiting(links[0][0]) == [StepWord(1)]
-    first._awaited = 1
-    assert begin(first, [3, 5], 4) == ([4, 3, 5], slice(0, 4))
-    assert waiting(links[2][0]) == []
-    assert first._digest == second._digest, "they have computed the same"
+def test_who_begins_a_step_says_so_and_who_was_told_of_it_does_not(first, second):
+    assert begin(second.group, [4, 5], 3) == ([4, 3, 5], slice(4, 7))
+    assert second.peers[0].next() == StepBegins(1)
+    first.peers[1].link.post(StepBegins(1))
+    assert first.next() == "wake"
+    assert begin(first.group, [3, 5], 4) == ([4, 3, 5], slice(0, 4))
+    first.group.done()
+    assert [first.peers[2].next() for _ in range(2)] == [StepBegins(1), RankDrained(0)]
+    assert first.peers[1].next() == RankDrained(0)
+    assert first.group._digest == second.group._digest, "they have computed the same"
 
 
 @pytest.mark.parametrize("differs", ["rows", "step", "nothing"])
-def test_ranks_that_have_computed_other_steps_do_not_compute_another_one(ranks, differs):
-    (first, second, _), told, _ = ranks
-    begin(first, [3, 5], 4)
-    begin(second, [4, 6 if differs == "rows" else 5], 3)
+def test_ranks_that_have_computed_other_steps_do_not_compute_another_one(first, second, differs):
+    begin(first.group, [3, 5], 4)
+    begin(second.group, [4, 6 if differs == "rows" else 5], 3)
     number = 3 if differs == "step" else 2
-    of_second = torch.tensor([[number, digest_of(second), 1]])
-    first._gloo.others = [None, of_second, torch.tensor([[2, digest_of(first), 1]])]
+    of_second = torch.tensor([[number, digest_of(second.group), 1]])
+    of_third = torch.tensor([[2, digest_of(first.group), 1]])
+    first.group._gloo.others = [None, of_second, of_third]
     if differs == "nothing":
-        with first.step(1):
-            assert first.rows == [1, 1, 1]
+        with first.group.step(1):
+            assert first.group.rows == [1, 1, 1]
         return
-    with pytest.raises(RankDivergence), first.step(1):
+    with pytest.raises(RankDivergence), first.group.step(1):
         raise AssertionError("it began")
-    assert [type(error) for error in told[0].lost] == [RankDivergence]
+    assert isinstance(first.next(), RankDivergence)
 
 
-def test_why_a_group_is_over_is_told_once_and_nothing_is_computed_after(ranks):
-    (first, _, _), told, links = ranks
-    first._awaited = 5
-    assert first.behind
-    prepare(first, [0, 0])
-    with pytest.raises(Internal, match="a bug"), first.step(0):
+def test_why_a_group_is_over_is_told_once_and_nothing_is_computed_after(first):
+    first.peers[1].link.post(StepBegins(5))
+    assert first.next() == "wake"
+    group = first.group
+    begin(group, [0, 0], 0)
+    group._gloo.others = [None, *[torch.tensor([[2, digest_of(group), 0]])] * 2]
+    with pytest.raises(Internal, match="a bug"), group.step(0):
         raise Internal("a bug")
-    with pytest.raises(Internal, match="a bug"), first.step(0):
+    with pytest.raises(Internal, match="a bug"), group.step(0):
         raise AssertionError("it began")
-    assert len(told[0].lost) == 1
-    assert first._number == 1
-    assert first._gloo.closed, "who waits in an exchange is to see it"
-    assert not first.behind, "a leader must not step along for ever"
-    assert first.done(), "nor wait for the others to drain"
-    assert [type(word) for word in waiting(links[2][0])] == [LostWord, DpDoneWord]
+    assert isinstance(first.next(), Internal)
+    assert first.told.empty()
+    assert group._gloo.closed, "who waits in an exchange is to see it"
+    assert not group.behind, "a leader must not step along for ever"
+    assert group.done(), "nor wait for the others to drain"
+    assert [type(first.peers[2].next()) for _ in range(3)] == [StepBegins, GroupLost, RankDrained]
 
 
-def test_who_drains_is_waited_for_by_nobody_once_all_do(ranks):
-    (first, second, third), told, links = ranks
-    assert not first.done()
-    assert not first.done()
-    assert waiting(links[1][0]) == [DpDoneWord(0)], "said once"
-    second._say(DpDoneWord(1))
-    hear(first, links[0][0], 1)
-    assert told[0].words == ["leave", "wake"]
-    assert not first.done()
-    third._say(DpDoneWord(2))
-    hear(first, links[0][1], 2)
-    assert first.done()
-    third.close()
-    assert not hear(first, links[0][1], 2), "there is no other word"
-    assert told[0].lost == [], "it has drained, as all have"
+def test_who_drains_is_waited_for_by_nobody_once_all_do(first):
+    assert not first.group.done()
+    assert not first.group.done()
+    first.peers[1].link.post(RankDrained(1))
+    assert [first.next(), first.next()] == ["leave", "wake"]
+    assert not first.group.done()
+    first.peers[2].link.post(RankDrained(2))
+    assert [first.next(), first.next()] == ["leave", "wake"]
+    assert first.group.done()
+    first.peers[2].link.close()
+    first.group.close()
+    assert first.told.empty(), "it has drained, as all have"
+    heard = [first.peers[1].next() for _ in range(3)]
+    assert heard == [RankDrained(0), RankDrained(2), "end"], "each said once"
 
 
-def test_what_is_said_while_nobody_listens_is_told_to_who_listens_next(ranks):
-    (first, second, _), _, links = ranks
-    before, anew = [], []
-    first.listen(lambda: before.append("wake"), lambda: before.append("leave"), before.append)
-    first.stop_listening()
-    second._say(DpDoneWord(1))
-    second._say(StepWord(1))
-    links[2][0].settimeout(60)
-    while _decoder.decode(links[2][0].recv(65536)) != StepWord(1):
-        pass  # once it is passed on, the word before was taken
-    first.listen(lambda: anew.append("wake"), lambda: anew.append("leave"), anew.append)
-    assert {*anew} == {"leave", "wake"}
-    assert before == []
+def test_what_is_said_while_nobody_listens_is_told_to_who_listens_next(first):
+    first.group.stop_listening()
+    first.peers[1].link.post(RankDrained(1))
+    first.peers[1].link.post(StepBegins(1))
+    assert [first.peers[2].next() for _ in range(2)] == [RankDrained(1), StepBegins(1)]
+    assert first.told.empty()
+    first.group.listen(lambda: first.told.put("wake"), lambda: first.told.put("leave"), first.told.put)
+    assert {first.next(), first.next()} == {"leave", "wake"}
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_the_end_of_a_rank_that_has_not_drained_is_a_loss_unless_we_leave_ourselves(ranks, closed):
-    (first, second, _), told, links = ranks
-    if closed:
-        first.close()
-    second.close()
-    assert not hear(first, links[0][0], 1)
-    assert [type(error) for error in told[0].lost] == ([] if closed else [PeerLost])
-    first._silent(2)
-    assert len(told[0].lost) == (0 if closed else 1)
+@pytest.mark.parametrize("ends", ["closes", "is silent", "says nonsense", "closed before we listened"])
+def test_the_loss_of_a_rank_that_has_not_drained_ends_the_group_for_all(ends):
+    with contextlib.closing(Rank(0, Limits(keepalive_s=0.1, peer_silence_s=0.3))) as first:
+        peer = first.peers[1].link
+        if ends == "closed before we listened":
+            peer.close()
+            assert isinstance(first.peers[2].next(), GroupLost)
+            first.group.listen(lambda: None, lambda: None, first.told.put)
+        else:
+            first.listen()
+        if ends == "closes":
+            peer.close()
+        elif ends == "is silent":
+            peer.io.post(peer._transport.pause_reading)
+        elif ends == "says nonsense":
+            peer.io.post(peer.send_frame, b"\0\0\0\1\xc1")
+        assert isinstance(first.next(), PeerLost)
+        if ends != "closed before we listened":
+            assert isinstance(first.peers[2].next(), GroupLost)
 
 
-def test_what_cannot_be_read_ends_the_group_for_all(ranks):
-    (first, second, _), told, links = ranks
-    second._links[0].send(b"\xc1")
-    assert hear(first, links[0][0], 1)
-    assert [type(error) for error in told[0].lost] == [RankDivergence]
-    assert [type(word) for word in waiting(links[2][0])][:1] == [LostWord]
+def test_who_leaves_itself_loses_nobody(first):
+    first.group.close()
+    assert [first.peers[1].next(), first.peers[2].next()] == ["end", "end"]
+    assert first.told.empty()
+
+
+def test_a_rank_that_ends_while_it_loads_is_named():
+    with contextlib.closing(Rank(0)) as first:
+        first.peers[2].link.close()
+        with pytest.raises(PeerLost, match="DP rank 2 of this instance has ended"):
+            first.group.meet(60)

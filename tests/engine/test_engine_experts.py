@@ -139,7 +139,7 @@ def test_ranks_that_have_loaded_different_models_do_not_start(alone):
 
 def test_the_end_of_a_rank_is_heard_by_all_while_nobody_computes(group):
     ranks = group(3)
-    ranks[2].forward.close()
+    ranks[2].group.close()
     for rank in ranks[:2]:
         assert rank.ended.wait(60)
         assert [error.code for error in rank.lost] == [ErrorCode.PEER_LOST]
@@ -171,34 +171,34 @@ def test_a_rank_that_stands_still_is_lost_after_its_silence_though_nobody_comput
 
 def test_ranks_leave_together(group):
     ranks = group(3)
-    assert not ranks[1].do(lambda _: ranks[1].forward.done()).get(timeout=60)
+    assert not ranks[1].do(lambda _: ranks[1].group.done()).get(timeout=60)
     assert ranks[0].leaves.wait(60)
     assert ranks[2].leaves.wait(60)
     assert step(ranks[0]).get(timeout=60)[0].error is None, "who is done computes for the others"
     for rank in (ranks[0], ranks[2]):
-        rank.do(lambda _, rank=rank: rank.forward.done()).get(timeout=60)
+        rank.do(lambda _, rank=rank: rank.group.done()).get(timeout=60)
     for rank in ranks:
-        while not rank.do(lambda _, rank=rank: rank.forward.done()).get(timeout=60):
+        while not rank.do(lambda _, rank=rank: rank.group.done()).get(timeout=60):
             pass
     for rank in ranks:
-        rank.forward.close()
+        rank.group.close()
     assert [rank.lost for rank in ranks] == [[]] * 3
 
 
 def heard_anew(rank):
     """The events that a new listener gets at once in the place of the one before."""
     told = []
-    rank.forward.listen(lambda: told.append("wake"), lambda: told.append("leave"), told.append)
+    rank.group.listen(lambda: told.append("wake"), lambda: told.append("leave"), told.append)
     return told
 
 
 def test_who_listens_anew_is_told_what_was_said_before(group):
     ranks = group(3)
     assert heard_anew(ranks[1]) == ["wake"]
-    ranks[1].do(lambda _: ranks[1].forward.done()).get(timeout=60)
+    ranks[1].do(lambda _: ranks[1].group.done()).get(timeout=60)
     assert ranks[2].leaves.wait(60)
     assert heard_anew(ranks[2]) == ["leave", "wake"]
-    ranks[1].forward.close()
+    ranks[1].group.close()
     assert ranks[0].ended.wait(60)
     assert [type(word) for word in heard_anew(ranks[0])] == [PeerLost, str]
 

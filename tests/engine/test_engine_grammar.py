@@ -30,34 +30,32 @@ SCHEMA = json.dumps(
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def of_bytes(merges):
+    """A tokenizer of single bytes, and of what `merges` join."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<eos>": 0} | {letter: i + 1 for i, letter in enumerate(alphabet)}
-    merges = [("t", "r"), ("u", "e"), ("tr", "ue")]
     for left, right in merges:
-        vocab[left + right] = len(vocab)
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+        vocab.setdefault(left + right, len(vocab))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return of_bytes([("t", "r"), ("u", "e"), ("tr", "ue")])
 
 
 @pytest.fixture(scope="module")
 def tokenizer_of_joints():
     """Has also words that go over the end of a value and of a key, as those of a real tokenizer do."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<eos>": 0} | {letter: i + 1 for i, letter in enumerate(alphabet)}
     merges = {}
     blank, line = "\u0120", "\u010a"  # as a vocabulary of bytes writes them
     for word in ('","', f'",{blank}"', f'",{line}"', f'",{line}{blank}"', f'",{blank}{blank}"', '":"","'):
         for end in range(2, len(word) + 1):
             merges[word[: end - 1], word[end - 1]] = None
-            vocab.setdefault(word[:end], len(vocab))
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    return of_bytes(merges)
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -76,8 +74,9 @@ def test_a_schema_of_500_optional_properties_can_be_followed(words, closed, requ
 
 
 @pytest.fixture
-def compiler(tokenizer):
-    return GrammarCompiler(tokenizer, len(tokenizer) + 5, [0], max_cached=2)
+def compiler(tokenizer, monkeypatch):
+    monkeypatch.setattr("segue.engine.grammar.MAX_CACHED", 2)
+    return GrammarCompiler(tokenizer, len(tokenizer) + 5, [0])
 
 
 def follow(compiler, tokenizer, grammar, text):
@@ -99,6 +98,14 @@ def follow(compiler, tokenizer, grammar, text):
         (Grammar("json_schema", "true"), '{"a": 1}'),
         (Grammar("json_schema", "{}"), '{"a": 1}'),
         (Grammar("lark", 'start: "yes" | "no"'), "yes"),
+        # GBNF, as vLLM and SGLang show grammars
+        (Grammar("lark", 'root ::= "yes" | "no"'), "yes"),
+        (
+            Grammar(
+                "lark", "# one\nroot ::= item{2}\nitem ::= 'it\\'s' # two\n  | \"\\u00e9\"\n  | [x\\u0022-]"
+            ),
+            "it's\"",
+        ),
     ],
 )
 def test_a_complete_text_is_admitted_and_then_only_the_end(compiler, tokenizer, grammar, text):
@@ -186,6 +193,13 @@ def test_white_space_in_json_is_bounded(compiler, tokenizer):
         (Grammar("regex", "(?=x)"), "look"),
         (Grammar("lark", "start: nothing"), "nothing"),
         (Grammar("lark", ""), "[Ee]mpty"),
+        (Grammar("lark", 'answer = "yes"'), "written in Lark .start: .* or in GBNF .root ::= "),
+        (
+            Grammar("lark", 'root ::= "yes" | no'),
+            "as GBNF: Rule 'no' not found; a grammar is written in Lark",
+        ),
+        (Grammar("lark", "root ::= " + "(" * 3000), "as GBNF: maximum recursion"),
+        (Grammar("lark", 'root ::= "\\'), "as GBNF"),
         (Grammar("regex", "a" * 100_000), "65536"),
         (Grammar("regex", r"[^\s\S]"), "no text"),
         (Grammar("json_schema", '{"$ref": "#"}'), "no text"),
@@ -288,8 +302,8 @@ def test_of_formats_the_one_that_was_asked_for_longest_ago_is_forgotten(compiler
     assert [compiler.known(Grammar("regex", text)) for text in "abc"] == [True, False, True]
 
 
-def test_the_size_of_a_format_is_counted_in_bytes(tokenizer):
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], max_grammar_bytes=8)
+def test_the_size_of_a_format_is_counted_in_bytes(compiler, monkeypatch):
+    monkeypatch.setattr("segue.engine.grammar.MAX_GRAMMAR_BYTES", 8)
     compiler.open(Grammar("regex", "é" * 4))
     with pytest.raises(InvalidRequest, match="has 10 bytes; the limit is 8"):
         compiler.open(Grammar("regex", "é" * 5))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import errno
+import concurrent.futures
+import fcntl
 import hashlib
 import json
-import os
 import resource
-import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from huggingface_hub import constants, file_download
 from safetensors.torch import save_file
 
 from hub_server import Hub, Repository, serve
-from segue.engine.models import child, hub
+from segue.engine.models import hub
 from segue.engine.models.model_store import resolve_model
 from segue.kv.errors import ConfigError
 
@@ -55,6 +55,11 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setenv("HF_ENDPOINT", made.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        # This process has read its environment already.
+        at(made.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         for name in (
             "HF_TOKEN",
@@ -66,6 +71,22 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.chdir(tmp_path)
         yield made
+
+
+def at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process ask the hub at `url`."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    resolve_at = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", resolve_at)
+
+
+#: A process that fetches the model and prints its progress.
+FETCHING = [
+    sys.executable,
+    "-c",
+    "from segue.engine.models.model_store import resolve_model\n"
+    f"resolve_model({NAME!r}, progress=lambda *step: print(*step, flush=True))",
+]
 
 
 def refusal(name: str = NAME, revision: str | None = None) -> str:
@@ -171,17 +192,16 @@ def test_a_connection_that_breaks_goes_on_where_it_was(here: Hub, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_process_that_is_ended_is_continued_by_the_next(
     here: Hub, tmp_path: Path, number: signal.Signals
 ) -> None:
     here.cut["model.safetensors"], here.hold = 2**20 + 12345, True
-    command = [sys.executable, "-m", "segue.engine.models.hub", NAME, "", "weights"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+    with subprocess.Popen(FETCHING, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         assert here.held.wait(60)
         wait_for_bytes(tmp_path, 2**20)
         first.send_signal(number)
-        first.wait(30)
+        assert first.wait(30) == -number  # although its thread waits for the connection
     here.hold = False
     here.released.set()
     [kept] = list((tmp_path / "hf").rglob("*.segue-part"))
@@ -189,7 +209,7 @@ def test_a_process_that_is_ended_is_continued_by_the_next(
     assert size == 2**20
     # Offline, what is half there is not taken for complete.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert "no weights" in refusal()
     folder = resolve_model(NAME)
     assert (folder / "model.safetensors").read_bytes() == (
@@ -217,13 +237,12 @@ def wait_for_bytes(tmp_path: Path, count: int) -> None:
 @pytest.mark.slow
 def test_two_at_once_fetch_once(here: Hub, tmp_path: Path) -> None:
     here.cut["model.safetensors"], here.hold = 2**20, True
-    command = [sys.executable, "-m", "segue.engine.models.hub", NAME, "", "weights"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen(FETCHING, stdout=subprocess.PIPE, text=True) as first:
         assert here.held.wait(60)
         here.hold = False
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
+        with subprocess.Popen(FETCHING, stdout=subprocess.PIPE, text=True) as second:
             assert second.stdout is not None
-            assert any('"stage": "wait"' in line for line in iter(second.stdout.readline, ""))
+            assert any(line == "wait 0 0\n" for line in iter(second.stdout.readline, ""))
             here.released.set()
             assert first.wait(60) == 0
             assert second.wait(60) == 0
@@ -254,20 +273,12 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_part(here: Hub, tmp_path: Pat
     assert files(resolve_model(NAME)) == NEEDED
 
 
-def test_too_little_room_is_seen_before_the_weights_come(
-    here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_seen_before_the_weights_come(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
-    # This process has read its environment already, and tests never ask a hub but their own.
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", here.url)
-    resolve_at = here.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", resolve_at)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
-    with pytest.raises(OSError, match="needed") as caught:
-        hub._download(NAME, None, weights=True)
-    assert caught.value.errno == errno.ENOSPC
+    text = refusal()
+    assert "There is no room for 'org/tiny'" in text
+    assert "needed" in text
     assert here.got("GET", ".safetensors") == []
 
 
@@ -387,7 +398,7 @@ def test_an_endpoint_that_is_down_is_one_sentence(here: Hub, monkeypatch: pytest
     folder = resolve_model(NAME)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        at(f"http://127.0.0.1:{nobody.getsockname()[1]}", monkeypatch)
         assert resolve_model(NAME) == folder
         assert "cannot be reached" in refusal("org/unknown")
 
@@ -396,13 +407,13 @@ def test_an_endpoint_that_is_down_is_one_sentence(here: Hub, monkeypatch: pytest
 def test_offline_what_is_complete_in_the_cache_is_taken_and_nothing_is_asked(
     here: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refusal()
     assert here.seen == []
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     folder = resolve_model(NAME)
     asked = len(here.seen)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_model(NAME) == folder
     assert resolve_model(NAME, revision=folder.name) == folder
     assert "not in the cache" in refusal(revision="v9")
@@ -411,64 +422,53 @@ def test_offline_what_is_complete_in_the_cache_is_taken_and_nothing_is_asked(
     assert len(here.seen) == asked
 
 
-# ---- the child -----------------------------------------------------------------------------------
+# ---- silence ------------------------------------------------------------------------------------
 
 
-def test_a_child_that_says_nothing_is_ended_unless_it_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_a_hub_that_falls_silent_is_left_and_its_file_is_free(
+    here: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "silent.py").write_text(
-        "import os, pathlib, signal\npathlib.Path('pid').write_text(str(os.getpid()))\nsignal.pause()\n"
-    )
-    (tmp_path / "waits.py").write_text(
-        "import json, os\n"
-        "print(json.dumps({'stage': 'wait', 'done': 0, 'total': 0}), flush=True)\n"
-        "with open('go') as go: go.read()\n"
-        "print(json.dumps({'result': 'x'}), flush=True)\n"
-    )
-    os.mkfifo(tmp_path / "go")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TimeoutError):
-        child.run("silent", [], {}, lambda *_: None, deadline_s=60, silence_s=1)
-    if (tmp_path / "pid").exists():  # it had begun
-        with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / "pid").read_text()), 0)
-    patience: list[float | None] = []
-
-    class Noted(selectors.DefaultSelector):
-        """Notes how long a line is waited for. The child goes on once more than its first is waited for."""
-
-        def select(self, timeout: float | None = None) -> Any:
-            patience.append(timeout)
-            if patience[-1] != patience[0] and (tmp_path / "go").exists():
-                with open(tmp_path / "go", "w"):
-                    (tmp_path / "go").unlink()
-            return super().select(timeout)
-
-    monkeypatch.setattr(child.selectors, "DefaultSelector", Noted)
-    waits = child.run("waits", [], {}, lambda *_: None, deadline_s=600, silence_s=60)
-    assert (waits.status, waits.result) == (0, "x")
-    assert patience[0] == 60
-    assert any(each is not None and each > 400 for each in patience), "another process works"
+    monkeypatch.setattr(hub, "SILENCE_S", 1.0)
+    here.cut["model.safetensors"], here.hold = 2**20, True
+    assert "Fetching 'org/tiny' stopped: nothing came" in refusal()
+    monkeypatch.setattr(hub, "SILENCE_S", 300.0)
+    here.hold = False
+    here.released.set()
+    assert files(resolve_model(NAME)) == NEEDED
 
 
-def test_what_a_child_said_while_its_parent_was_stopped_is_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_who_waits_for_another_process_is_patient(
+    here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = (tmp_path / "source" / "model.safetensors").read_bytes()
+    blobs = tmp_path / "hf" / "hub" / "models--org--tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    waiting, waits, wait = threading.Event(), [], concurrent.futures.wait
+
+    def ends_at_once(futures: Any, timeout_s: float) -> Any:
+        """A hundred waits end at once; after them the file is free."""
+        assert waiting.wait(60)
+        waits.append(timeout_s)
+        if len(waits) == 100:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        return wait(futures, 60 if len(waits) >= 100 else 0)
+
+    monkeypatch.setattr(hub, "wait", ends_at_once)
+    with (blobs / f"{hashlib.sha256(content).hexdigest()}.segue-part").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = resolve_model(NAME, progress=lambda stage, *_: waiting.set() if stage == "wait" else None)
+    assert files(folder) == NEEDED
+
+
+def test_what_came_while_this_process_was_stopped_is_taken(
+    here: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wait that a stop has outlasted ends without a look."""
-    (tmp_path / "says.py").write_text('print(\'{"result": "x"}\', flush=True)\n')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-
-    class Stopped(selectors.DefaultSelector):
-        def select(self, timeout: float | None = None) -> Any:
-            found = super().select(60)
-            return [] if timeout else found
-
-    monkeypatch.setattr(child.selectors, "DefaultSelector", Stopped)
-    said = child.run("says", [], {}, lambda *_: None, deadline_s=600, silence_s=60)
-    assert (said.status, said.result) == (0, "x")
+    stopped, wait = [0.0], concurrent.futures.wait
+    monkeypatch.setattr(hub, "wait", lambda futures, _: wait(futures, stopped.pop() if stopped else 60))
+    assert files(resolve_model(NAME)) == NEEDED
+    assert not stopped
 
 
 @pytest.mark.parametrize(
@@ -497,5 +497,5 @@ def test_the_token_is_told_to_nobody_but_the_hub(
     monkeypatch.setattr(
         "huggingface_hub.utils.build_hf_headers", lambda: {"authorization": "Bearer ours", "user-agent": "x"}
     )
-    hub.download_weights(NAME, "model.safetensors", tmp_path / "snapshots" / "a", lambda _: None)
+    hub.download_weights(NAME, "model.safetensors", tmp_path / "snapshots" / "a", lambda *_: None, None)
     assert asked == [{"user-agent": "x"} | ({"authorization": "Bearer ours"} if told else {})]

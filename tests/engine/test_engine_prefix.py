@@ -239,18 +239,6 @@ def test_lesson_23_and_07_equal_hashes_are_not_equal_tokens():
     assert tree.peek([-2, -2]) == 0
 
 
-def test_stats_count_hits_and_tokens():
-    pool = PagePool(8, SIZE)
-    tree = PrefixTree(pool, SIZE)
-    cached(tree, pool, [1, 1, 2, 2])
-    pool.release(tree.match([1, 1, 9, 9]).pages)
-    tree.match([7, 7])
-    s = tree.stats
-    assert (s.lookups, s.lookup_tokens, s.hits, s.hit_tokens, s.inserted_pages) == (2, 6, 1, 2, 2)
-    tree.evict(1)
-    assert s.evicted_pages == 1
-
-
 def test_integrity_check_sees_a_page_freed_under_the_tree():
     pool = PagePool(4, SIZE)
     tree = PrefixTree(pool, SIZE)
@@ -274,20 +262,6 @@ def test_a_full_pool_gives_back_more_than_is_missing_so_that_new_pages_lie_toget
         pool.release([page])
     taken = allocate_evicting(pool, tree, 1, room=0)
     assert (len(taken), pool.free, tree.pages) == (1, 3, 60)
-
-
-def test_lookups_hits_and_pages_are_counted_in_what_they_are_named_after():
-    pool = PagePool(20, SIZE)
-    tree = PrefixTree(pool, SIZE)
-    cached(tree, pool, [1] * 6)
-    cached(tree, pool, [1] * 6 + [2] * 4)
-    for prompt in ([1] * 6 + [3], [1] * 4, [5] * 4):
-        pool.release(tree.match(prompt).pages)
-    tree.peek([1] * 6)
-    tree.evict(3)
-    stats = tree.stats
-    assert (stats.lookups, stats.lookup_tokens, stats.hits, stats.hit_tokens) == (3, 15, 2, 10)
-    assert (stats.inserted_pages, stats.evicted_pages, tree.pages) == (5, 3, 2)
 
 
 def test_of_tokens_without_pages_nothing_is_remembered():

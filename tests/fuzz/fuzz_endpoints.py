@@ -11,10 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
+import httpx2 as httpx
 import msgspec
-from fuzz_loop import Target
-from fuzz_mutate import as_json
+from fuzz_changes import Draw, Target, changed_json
 from fuzz_peers import outputs_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -24,26 +23,28 @@ from segue.cli.flags import KNOWN, add_settings
 from segue.engine.request import Output, Request, SamplingParams
 from segue.kv.errors import ErrorCode
 from segue.kv.ids import Incarnation, Role
+from segue.kv.io import MonotonicClock
 from segue.kv.limits import Limits
-from segue.lab.sim.run import load
+from segue.server.frontend.body_forms import check_levels
+from segue.server.frontend.body_reader import Body, read_body
+from segue.server.frontend.call_families import FAMILIES
 from segue.server.frontend.generate import Sample
-from segue.server.frontend.openai_types import (
-    BodyReader,
+from segue.server.frontend.params import ModelCard, Text
+from segue.server.frontend.plan import Planner
+from segue.server.frontend.request_fields import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
 )
-from segue.server.frontend.params import ModelCard, Text
-from segue.server.frontend.plan import Planner
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.frontend.tools import parser_for
+from segue.server.frontend.tools import call_parser
 from segue.server.registry.backends import BoundedClient
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceList, InstanceRecord, ReplicaRecord, RoomRecord
 from segue.server.registry.registry_server import registry_app
 from segue.server.registry.registry_store import RegistryStore
-from segue.server.registry.waiting import StoreWaiter, SystemClock
+from segue.server.registry.waiting import StoreBackend
 from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import Layers, build, parse_toml
 
@@ -79,9 +80,9 @@ def _registry(data: bytes) -> str:
     method, _, path = line.decode("latin-1").partition(" ")
 
     async def ask() -> str:
-        store = RegistryStore(SystemClock(), ttl_s=10.0)
-        waiter = StoreWaiter(store, SystemClock())
-        app = registry_app(store, None, Limits(), waiter=waiter)
+        store = RegistryStore(MonotonicClock(), ttl_s=10.0)
+        backend = StoreBackend(store)
+        app = registry_app(backend, None)
         store.register(RECORD, 0)
         said: list[Any] = []
 
@@ -112,7 +113,7 @@ def _registry(data: bytes) -> str:
             "root_path": "",
         }
         await app(scope, receive, send)  # type: ignore[arg-type]
-        waiter.close()
+        await backend.close()
         status = said[0]["status"]
         assert status < 500 or status == 504, f"{status}: {said[1:]}"
         store.instances()
@@ -135,9 +136,9 @@ def _registry_seeds() -> list[bytes]:
     ]
 
 
-def _registry_mutation(rng: Any, data: bytes, pool: list[bytes]) -> bytes:
+def _registry_change(draw: Draw, data: bytes) -> bytes:
     line, _, body = data.partition(b"\n")
-    return line + b"\n" + as_json(rng, body or b"{}", pool)
+    return line + b"\n" + changed_json(draw, body or b"{}")
 
 
 def _answer(data: bytes) -> str:
@@ -167,8 +168,8 @@ def _answer_seeds() -> list[bytes]:
     return [b"\0" + msgspec.json.encode(listed), b"\x03" + msgspec.json.encode(error), b"\x05"]
 
 
-def _answer_mutation(rng: Any, data: bytes, pool: list[bytes]) -> bytes:
-    return data[:1] + as_json(rng, data[1:] or b"{}", pool)
+def _answer_change(draw: Draw, data: bytes) -> bytes:
+    return data[:1] + changed_json(draw, data[1:] or b"{}")
 
 
 # ---- the frontend -------------------------------------------------------------------------------
@@ -193,23 +194,28 @@ def _tokenizer() -> ModelTokenizer:
         return ModelTokenizer.load(Path(folder))
 
 
+def _body(data: bytes, kind: type[Body]) -> Body:
+    """The body as a door reads it."""
+    check_levels(data)
+    return read_body(data, kind)
+
+
 def _chat(data: bytes) -> str:
-    plan = Planner(_tokenizer()).chat(BodyReader().read(data, ChatBody), CARD, "id")
+    plan = Planner(_tokenizer()).chat(_body(data, ChatBody), CARD, "id")
     for sample in plan.samples:
         msgspec.msgpack.encode(sample.request)
     return f"{min(len(plan.samples), 3)} {plan.stream}"
 
 
 def _completion(data: bytes) -> str:
-    plan = Planner(_tokenizer()).completion(BodyReader().read(data, CompletionBody), CARD, "id")
+    plan = Planner(_tokenizer()).completion(_body(data, CompletionBody), CARD, "id")
     for sample in plan.samples:
         msgspec.msgpack.encode(sample.request)
     return f"{min(len(plan.samples), 3)} {plan.stream}"
 
 
 def _tokenize(data: bytes) -> str:
-    reader = BodyReader()
-    body = reader.read(data, TokenizeBody if b"tokens" not in data else DetokenizeBody)
+    body = _body(data, TokenizeBody if b"tokens" not in data else DetokenizeBody)
     return type(body).__name__
 
 
@@ -286,9 +292,8 @@ def _outputs(outputs: list[Output]) -> str:
 
 def _tools(data: bytes) -> str:
     text, found = data.decode("utf-8", "replace"), set[str]()
-    for form in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[func_name1(", "<|tool_call_start|>"):
-        parser, parts = parser_for(form), []
-        assert parser is not None
+    for family in FAMILIES:
+        parser, parts = call_parser(family, {"f": {}, "g": {}}), []
         for at in range(0, len(text), 7):
             parts += parser.feed(text[at : at + 7])
         parts += parser.finish()
@@ -359,28 +364,22 @@ def _words(data: bytes) -> str:
     return type(build(ServeConfig, Layers(flags=found), command="serve", known=KNOWN)).__name__
 
 
-def _replay(data: bytes) -> str:
-    scenario = load(3, data.decode("utf-8", "replace"))
-    return f"{bool(scenario.requests)} {bool(scenario.faults)}"
-
-
 TARGETS: list[Target] = [
-    Target("registry_query", _registry_seeds, _registry, _registry_mutation),
-    Target("registry_answer", _answer_seeds, _answer, _answer_mutation),
-    Target("openai_chat", _chat_seeds, _chat, as_json),
-    Target("openai_completion", _completion_seeds, _completion, as_json),
+    Target("registry_query", _registry_seeds, _registry, _registry_change),
+    Target("registry_answer", _answer_seeds, _answer, _answer_change),
+    Target("openai_chat", _chat_seeds, _chat, changed_json),
+    Target("openai_completion", _completion_seeds, _completion, changed_json),
     Target(
         "openai_tokenize",
         lambda: _bodies({"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}, {"tokens": [1]}),
         _tokenize,
-        as_json,
+        changed_json,
     ),
     outputs_target(_outputs),
     Target("tool_calls", lambda: TOOL_SEEDS, _tools),
-    Target("settings_file", lambda: TOML_SEEDS, _toml),
+    Target("settings_file", lambda: TOML_SEEDS, _toml, found=(b"a = " + b"[" * 5000,)),
     Target("settings_environ", lambda: ENVIRON_SEEDS, _environ),
     Target(
         "settings_words", lambda: [b"--port\n1\n--unified", b"--kv-gib=1\n--tls-cert=a", b"--model"], _words
     ),
-    Target("sim_replay", lambda: [b"r3,f1", b"r0", b""], _replay),
 ]

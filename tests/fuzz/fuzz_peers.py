@@ -8,14 +8,13 @@ from functools import cache
 from typing import Any
 
 import msgspec
-from fuzz_loop import Target
-from fuzz_mutate import msgpack
+from fuzz_changes import SEPARATOR, Target, changed_msgpack
 
 from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
-from segue.engine.request import Grammar, Output, Request, SamplingParams, Usage
+from segue.engine.request import FinishReason, Grammar, Output, Request, SamplingParams, TokenLogprob, Usage
 from segue.kv.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, InvalidRequest
-from segue.kv.ids import FinishReason, Incarnation, LeaderId, Role, Span, TransferId
+from segue.kv.ids import Incarnation, LeaderId, Role, Span, TransferId
 from segue.kv.layout.planner import plan_pair
 from segue.kv.limits import Limits
 from segue.kv.peers import join
@@ -36,15 +35,14 @@ from segue.kv.protocol.messages import (
     LeaderInfo,
     Metadata,
     Moved,
-    TokenLogprob,
 )
-from segue.kv.protocol.ticket import Ticket, sign_ticket, verify_ticket
 from segue.kv.session.api import PeerInfo
 from segue.kv.transport.base import Endpoint
-from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.server.messages.ticket import Ticket, sign_ticket, verify_ticket
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.unified import UnifiedScheduler
+from segue_lab.sim.sim_engine import LineageEngine, lineage_spec
 
 SECRET = b"a secret of the tests"
 P, D, F = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)), Incarnation("f" * 32)
@@ -74,7 +72,7 @@ def info(**changes: Any) -> LeaderInfo:
 
 def _join(data: bytes) -> str:
     peer = PeerInfo(P, Role.PREFILL, "127.0.0.1:1", data)
-    return f"joined over {join(Role.DECODE, info(), peer).transport}"
+    return f"joined over {join(Role.DECODE, info(), peer).names[0]}"
 
 
 def _hellos() -> list[bytes]:
@@ -109,7 +107,7 @@ def _message_seeds() -> list[bytes]:
     second = {"transfer": SECOND, "epoch": destination.epoch + 1}
     destinations = [
         destination,
-        msgspec.structs.replace(destination, **second, replaces=0),
+        msgspec.structs.replace(destination, **second),
         msgspec.structs.replace(destination, **second, inferred=True),
     ]
     return [encode(m) for m in (*messages, *destinations)]
@@ -172,7 +170,7 @@ def _decode(data: bytes) -> str:
 def _deliver(exchange: Exchange, peer: LeaderId, data: bytes, *, over: bool = True) -> str:
     """Up to three messages, each a msgpack value after the other."""
     told = []
-    for piece in data.split(b"\xc1")[:3]:  # a byte that msgpack never uses
+    for piece in data.split(SEPARATOR)[:3]:
         try:
             message = _messages.decode(piece)
         except DECODE_ERRORS as error:
@@ -194,8 +192,7 @@ _control = msgspec.msgpack.Decoder(ControlMessage)
 
 
 def _ticket(room: int = 7) -> Ticket:
-    here = LeaderId(P)
-    return sign_ticket(Ticket(room=room, attempt=0, prefill=here, decode=here, budget_s=30.0), b"", F)
+    return sign_ticket(Ticket(room=room, attempt=0, prefill=P, decode=P, budget_s=30.0), b"", F)
 
 
 def _submit_seeds() -> list[bytes]:
@@ -290,13 +287,23 @@ def _outputs_seeds() -> list[bytes]:
     return [encode(Outputs([o])) for o in outputs] + [encode(Outputs(outputs[:2]))]
 
 
+_FOUND_HELLOS = [
+    encode(info(model="lineage-1")).replace(b"lineage-1", b"lineage\xff1"),
+    encode(info(endpoints={"fake": []})),
+    encode(info(ranks=[SPEC])).replace(b"\xa6layers\x02", b"\xa6layers\xce\x10\0\0\0"),
+]
+_FOUND_TICKETS = [
+    msgspec.json.encode(_ticket()).replace(b'"room":7', b'"room":' + b"7" * 60),
+    msgspec.json.encode(_ticket()).replace(b'"dp_rank":0', b'"dp_rank":-' + b"7" * 60),
+]
+
 TARGETS: list[Target] = [
-    Target("join", _hellos, _join, msgpack),
-    Target("handoff_prefill", _message_seeds, _prefill, msgpack),
-    Target("handoff_rooms", _message_seeds, _rooms, msgpack),
-    Target("handoff_decode", _message_seeds, _decode, msgpack),
-    Target("submit", _submit_seeds, _submit, msgpack),
-    Target("ticket", _ticket_seeds, _ticket_guard, msgpack),
+    Target("join", _hellos, _join, changed_msgpack, _FOUND_HELLOS),
+    Target("handoff_prefill", _message_seeds, _prefill, changed_msgpack),
+    Target("handoff_rooms", _message_seeds, _rooms, changed_msgpack),
+    Target("handoff_decode", _message_seeds, _decode, changed_msgpack),
+    Target("submit", _submit_seeds, _submit, changed_msgpack),
+    Target("ticket", _ticket_seeds, _ticket_guard, changed_msgpack, _FOUND_TICKETS),
 ]
 
 
@@ -310,4 +317,5 @@ def outputs_target(answer: Callable[[list[Output]], str]) -> Target:
             return f"undecodable {str(error)[:30]}"
         return answer(message.outputs) if isinstance(message, Outputs) else type(message).__name__
 
-    return Target("outputs", _outputs_seeds, run, msgpack)
+    found = [encode(Outputs([Output(request_id="r0", token_ids=[2**53])]))]  # no token id
+    return Target("outputs", _outputs_seeds, run, changed_msgpack, found)

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from fuzz_loop import Target
-from fuzz_mutate import msgpack
+from fuzz_changes import SEPARATOR, Target, changed_msgpack
 
 from areas import whole
 from ranks import rank
@@ -22,13 +21,13 @@ from segue.kv.transport.base import Fenced, TransportEvent, WriteFailed, Written
 from segue.kv.transport.epochs import Grants
 from segue.kv.transport.library.library_wire import ControlFrames, frame
 from segue.kv.transport.memory.pool_memory import Memory, host_region
-from segue.kv.transport.paths import Write
 from segue.kv.transport.staged import staged_wire as wire
 from segue.kv.transport.staged.staged_copies import Copies, PackedPiece
 from segue.kv.transport.staged.staged_in import MAX_PIECES, InPiece, StagedReader
 from segue.kv.transport.staged.staged_out import WINDOW, StagedWriter
 from segue.kv.transport.staged.staged_slots import Slots
 from segue.kv.transport.staged.staged_transport import StagedTransport
+from segue.kv.transport.write_book import Write
 
 SLOT_BYTES, SLOTS = 64, 4
 GRANTED = 1024
@@ -37,7 +36,7 @@ OVER = PeerLost("the stream has ended")
 
 
 class _Side:
-    """Slots, and what is under way: copies and inner fences are answered two messages later."""
+    """Slots, and what is under way: at most one copy, write or fence of the inner transport is unanswered."""
 
     def __init__(self) -> None:
         self.in_slots = self.out_slots = Slots(0, SLOT_BYTES, SLOTS)
@@ -47,7 +46,7 @@ class _Side:
         self.events: list[TransportEvent] = []
         self.later: list[Callable[[], None]] = []
 
-    def say(self, message: msgspec.Struct, owes: bool) -> None:
+    def send(self, message: msgspec.Struct, *, owes: bool = False) -> None:
         frame(message)
         self.said.append(message)
         self.owed += owes
@@ -56,17 +55,19 @@ class _Side:
         self.owed -= 1
         assert self.owed >= 0, "more answers than were owed"
 
+    def close(self) -> None: ...
+
     def emit(self, event: TransportEvent) -> None:
         self.events.append(event)
 
     def hears(self, data: bytes, told: Callable[[Any], None]) -> None:
         """Each message behind a right length, for past that begins the interesting."""
         frames = ControlFrames(wire.StagedMessage)
-        for body in data.split(b"\xc1")[:24]:
+        for body in data.split(SEPARATOR)[:24]:
             for message in frames.feed(len(body).to_bytes(4, "little") + body):
                 told(message)
                 assert self.in_slots.held <= SLOTS
-            if len(self.later) > 2:
+            if len(self.later) > 1:
                 self.later.pop(0)()
 
     def settle(self) -> None:
@@ -125,7 +126,8 @@ def _kind(error: TransferFailed) -> str:
 
 def _reader(data: bytes) -> str:
     host = _Reading()
-    path = StagedReader(host, PEER, host.say, host.answered, lambda: None)
+    path = StagedReader(host, PEER)
+    path.stream = host  # type: ignore[assignment]
     told = "all of it"
 
     def hears(message: Any) -> None:
@@ -181,9 +183,8 @@ class _Writing(_Side):
 
 def _writer(data: bytes) -> str:
     host = _Writing()
-    path = host.writer = StagedWriter(
-        host, PEER, 4 * GRANTED, SLOT_BYTES, host.say, host.answered, lambda: None, threading.Event()
-    )
+    path = host.writer = StagedWriter(host, PEER, 4 * GRANTED, SLOT_BYTES, threading.Event())
+    path.stream = host  # type: ignore[assignment]
     for tag in range(3):
         blocks: Sequence[CopyBlock] = [CopyBlock(0, 256 * tag, 1, 256)]
         path.write(Write(7 + tag % 2, tag, 256, 0.0), blocks)
@@ -218,7 +219,7 @@ def _single(data: bytes) -> str:
 
 
 def _joined(*messages: msgspec.Struct) -> bytes:
-    return b"\xc1".join(map(msgspec.msgpack.encode, messages))
+    return SEPARATOR.join(map(msgspec.msgpack.encode, messages))
 
 
 def _reader_seeds() -> list[bytes]:
@@ -245,8 +246,12 @@ def _writer_seeds() -> list[bytes]:
     ]
 
 
+def _message_seeds() -> list[bytes]:
+    return [message for seed in (*_reader_seeds(), *_writer_seeds()) for message in seed.split(SEPARATOR)]
+
+
 TARGETS = [
-    Target("staged_message", lambda: [*_reader_seeds(), *_writer_seeds()], _single, msgpack),
-    Target("staged_reader", _reader_seeds, _reader, msgpack),
-    Target("staged_writer", _writer_seeds, _writer, msgpack),
+    Target("staged_message", _message_seeds, _single, changed_msgpack),
+    Target("staged_reader", _reader_seeds, _reader, changed_msgpack),
+    Target("staged_writer", _writer_seeds, _writer, changed_msgpack),
 ]

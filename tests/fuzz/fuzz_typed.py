@@ -1,12 +1,7 @@
-"""For every target a hypothesis strategy of messages that have the right types, and mutations of their bytes.
-
-The other half, `fuzz_loop`, starts from a few valid inputs and keeps what was new. This one starts from the
-types: every field of every message, also one that is added tomorrow, and a finding shrinks to its least form.
-"""
+"""For every target a hypothesis strategy of messages of the right types, with each of their fields."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable
 
 import fuzz_endpoints
@@ -15,10 +10,8 @@ import fuzz_peers
 import fuzz_wire
 import msgspec
 import numpy as np
-from fuzz_loop import Fuzzer
-from fuzz_mutate import BYTE_MUTATIONS, MAX_BYTES
+from fuzz_changes import SEPARATOR
 from fuzz_types import ANYTHING, TEXTS, Types
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from targets import TARGETS
 
@@ -27,23 +20,20 @@ from segue.kv.errors import ErrorInfo
 from segue.kv.ids import RankId, TransferId
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.protocol.messages import HandoffMessage, LeaderInfo
-from segue.kv.protocol.ticket import Ticket
 from segue.kv.session import frames
 from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.shm.shm_wire import ShmAddress
 from segue.kv.transport.staged.staged_wire import FromStagedReader, FromStagedWriter, StagedMessage
 from segue.kv.transport.tcp import tcp_wire
 from segue.kv.transport.tcp.tcp_sockets import TcpAddress
-from segue.server.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from segue.server.frontend.request_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from segue.server.instance.kv_settings import LeaderMessage
 from segue.server.messages.control import ControlMessage, Outputs
+from segue.server.messages.ticket import Ticket
 from segue.server.registry.registry_records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
 from segue.server.supervisor.lifeline import CannotStart, Ready
 
 Bytes = st.SearchStrategy[bytes]
-
-#: A byte that msgpack never uses: the targets take several messages with it between them.
-SEPARATOR = b"\xc1"
 
 
 def several(one: Bytes, most: int = 3) -> Bytes:
@@ -94,20 +84,13 @@ JOIN = Types(
 HOSTS = st.sampled_from(("127.0.0.1", "::1", "localhost", "", "a\0b", "é" * 100, "256.1.1.1", "127.1"))
 
 
-def _handshake(peer: RankId, group: bytes, index: int, streams: int) -> bytes:
+def _handshake(peer: RankId) -> bytes:
     listener = handshake.ListenerProof(fuzz_wire.KEY)
     listener._nonce = b"n" * 16
-    hello = handshake.StreamHello(peer, group, index, streams)
-    return handshake.WriterProof(fuzz_wire.KEY, hello).respond(listener.challenge())
+    return handshake.WriterProof(fuzz_wire.KEY, peer).respond(listener.challenge())
 
 
-_handshakes = st.builds(
-    _handshake,
-    st.binary(min_size=24, max_size=24).map(handshake.unpack_rank),
-    st.binary(min_size=16, max_size=16),
-    st.integers(0, 255),
-    st.integers(0, 255),
-)
+_handshakes = st.builds(_handshake, st.binary(min_size=24, max_size=24).map(handshake.unpack_rank))
 
 
 def _answers(reason: str | None) -> bytes:
@@ -118,17 +101,17 @@ def _answers(reason: str | None) -> bytes:
     return said + listener.accept(handshake.WriterProof(fuzz_wire.KEY, fuzz_wire._GOOD).respond(said))[1]
 
 
-U64 = st.integers(0, 2**64 - 1) | st.sampled_from((0, 1, 28, 4096, 65536, 2**63))
-_rows = st.lists(st.tuples(U64 | st.integers(0, 70000), U64 | st.integers(0, 70000)), max_size=5)
-_parts = st.builds(
-    lambda epoch, part, nbytes, rows: tcp_wire.pack_header(
-        epoch, part, nbytes, np.array(rows, "<u8").reshape(-1, 2).tobytes()
-    ),
-    U64,
-    st.integers(0, 2**32 - 1),
-    U64,
-    _rows,
-)
+U64 = st.integers(0, 2**64 - 1) | st.sampled_from((0, 1, 28, 4096, 65536, 2**63, 2**64 - 100))
+
+
+def _part(epoch: int, part: int, rows: list[tuple[int, int]], nbytes: int | None) -> bytes:
+    """A part of `nbytes`, or of as many as its rows have."""
+    nbytes = sum(length for _, length in rows) % 2**64 if nbytes is None else nbytes
+    return tcp_wire.pack_header(epoch, part, nbytes, np.array(rows, "<u8").reshape(-1, 2).tobytes())
+
+
+_rows = st.lists(st.tuples(U64 | st.integers(0, 70000), U64 | st.integers(1, 300)), max_size=3)
+_parts = st.builds(_part, U64, st.integers(0, 2**32 - 1), _rows, st.none() | U64)
 
 STAGED = Types(
     fields={
@@ -220,7 +203,7 @@ TYPED: dict[str, Bytes] = {
     "tcp_ack": st.builds(tcp_wire.pack_ack, st.integers(0, 255), st.integers(0, 2**32 - 1)),
     "tcp_endpoint": Types(fields={"host": HOSTS, "version": st.sampled_from((1, 1, 2))}).encoded(TcpAddress),
     "shm_endpoint": Types(fields={"version": st.sampled_from((1, 1, 2))}).encoded(ShmAddress),
-    "shm_verdict": st.lists(st.sampled_from((0, 1, 2, 3, 4, 128, 255)), max_size=6).map(bytes),
+    "shm_verdict": st.lists(st.sampled_from((0, 1, 2, 2, 3, 4, 128, 130, 255)), max_size=6).map(bytes),
     "staged_message": STAGED.encoded(StagedMessage),
     "staged_reader": several(STAGED.encoded(FromStagedWriter), 24),
     "staged_writer": several(STAGED.encoded(FromStagedReader), 24),
@@ -242,45 +225,6 @@ TYPED: dict[str, Bytes] = {
     "settings_file": _lines.map(lambda lines: "\n".join(lines).encode()),
     "settings_environ": _settings(lambda key, value: f"SEGUE_{key.upper()}={value}"),
     "settings_words": _settings(lambda key, value: f"--{key.replace('_', '-')}\n{value}"),
-    "sim_replay": st.lists(
-        st.builds("{}{}".format, st.sampled_from("rfx"), st.integers(-1, 99)), max_size=6
-    ).map(lambda words: ",".join(words).encode()),
 }
-
-_changes = st.lists(st.tuples(st.sampled_from(BYTE_MUTATIONS), st.integers(0, 2**32 - 1)), max_size=3)
-
-
-def inputs(name: str) -> Bytes:
-    """Typed messages of target `name`, half of them with up to three changes to their bytes."""
-
-    def changed(data: bytes, changes: list[tuple[Callable[..., bytes], int]]) -> bytes:
-        for change, number in changes:
-            data = change(random.Random(number), data, [data])
-        return data[:MAX_BYTES]
-
-    return st.builds(changed, TYPED[name], st.just([]) | _changes)
-
-
-def try_typed(fuzzer: Fuzzer, examples: int, chosen_by: int | None = None) -> None:
-    """Give `examples` typed inputs to `fuzzer`: always the same ones, or those of the seed `chosen_by`.
-
-    Raises Finding. The fixed ones shrink it to its least form; of the others the input is saved as it came.
-    """
-    phases = (Phase.generate, Phase.shrink) if chosen_by is None else (Phase.generate,)
-
-    @settings(
-        max_examples=examples,
-        derandomize=chosen_by is None,
-        database=None,
-        deadline=None,
-        phases=phases,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(inputs(fuzzer.target.name))
-    def one(data: bytes) -> None:
-        fuzzer.offer(data)
-
-    (one if chosen_by is None else seed(chosen_by)(one))()
-
 
 assert set(TYPED) == set(TARGETS), set(TYPED) ^ set(TARGETS)

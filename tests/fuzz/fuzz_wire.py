@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import os
 import socket
 from typing import Any
 
 import msgspec
 import numpy as np
-from fuzz_loop import Target
-from fuzz_mutate import as_json, msgpack
+from fuzz_changes import SEPARATOR, Target, changed_json, changed_msgpack
 
 from ranks import make_tcp, rank
 from segue.kv.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, PeerRefused, TransferFailed
@@ -28,6 +28,7 @@ from segue.kv.transport.memory.pool_memory import allocate
 from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.shm import shm_out
 from segue.kv.transport.shm.shm_host import HOST
+from segue.kv.transport.shm.shm_table import TABLE_BYTES
 from segue.kv.transport.shm.shm_wire import ShmAddress
 from segue.kv.transport.tcp import tcp_wire
 from segue.kv.transport.tcp.tcp_sockets import TcpAddress
@@ -38,7 +39,7 @@ from segue.server.supervisor.lifeline import CannotStart, Ready, decode_report
 SECRET = b"a secret of the tests"
 MINE, THEIRS = Incarnation("a" * 32), Incarnation("b" * 32)
 BROKEN = ErrorInfo(code=ErrorCode.PEER_LOST, text="gone")
-MESSAGES = [Committed(TransferId(7, 0, MINE, THEIRS)), Cancel("r", BROKEN)]
+MESSAGES = [Committed(TransferId(7, 0, LeaderId(MINE), LeaderId(THEIRS))), Cancel("r", BROKEN)]
 
 
 # ---- sessions -----------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def _frame(kind: int, body: bytes) -> bytes:
 
 def _whole(data: bytes, kind: int) -> bytes:
     """Pieces of `data` as frames with right lengths and checksums: past these begins the interesting."""
-    return b"".join(_frame(kind, piece) for piece in data.split(b"\xc1")[:4])
+    return b"".join(_frame(kind, piece) for piece in data.split(SEPARATOR)[:4])
 
 
 def _session(data: bytes, *, state: str, framed: bool) -> str:
@@ -174,7 +175,7 @@ def _frame_seeds() -> list[bytes]:
         frames.Bye(BROKEN),
     ]
     single = [msgspec.msgpack.encode(f) for f in made]
-    return [*single, b"\xc1".join((single[2], single[4])), b"\xc1".join((single[0], single[1]))]
+    return [*single, SEPARATOR.join((single[2], single[4])), SEPARATOR.join((single[0], single[1]))]
 
 
 def _raw_seeds() -> list[bytes]:
@@ -194,12 +195,13 @@ def _listener(data: bytes) -> str:
     door = handshake.ListenerProof(KEY)
     door._nonce = b"n" * 16  # so that a good answer can be a seed
     door.challenge()
-    hello, _ = door.accept(data)
-    return f"in: {hello.streams}"
+    door.accept(data)
+    return "in"
 
 
 def _writer(data: bytes) -> str:
-    door = handshake.WriterProof(KEY, handshake.StreamHello(rank("a"), bytes(16), 0, 1))
+    door = handshake.WriterProof(KEY, rank("a"))
+    door._nonce = b"w" * 16  # so that a good verdict can be a seed
     challenge, verdict = data[: handshake.CHALLENGE_BYTES], data[handshake.CHALLENGE_BYTES :]
     # Both are read with `exactly`: other lengths cannot come here.
     door.respond(challenge.ljust(handshake.CHALLENGE_BYTES, b"\0"))
@@ -210,18 +212,17 @@ def _writer(data: bytes) -> str:
 def _response() -> bytes:
     listener = handshake.ListenerProof(KEY)
     listener._nonce = b"n" * 16
-    return handshake.WriterProof(KEY, handshake.StreamHello(rank("a"), bytes(16), 0, 1)).respond(
-        listener.challenge()
-    )
+    return handshake.WriterProof(KEY, rank("a")).respond(listener.challenge())
 
 
 def _verdict_seeds() -> list[bytes]:
-    listener = handshake.ListenerProof(KEY)
-    _, verdict = listener.accept(handshake.WriterProof(KEY, _GOOD).respond(listener.challenge()))
+    listener, writer = handshake.ListenerProof(KEY), handshake.WriterProof(KEY, _GOOD)
+    writer._nonce = b"w" * 16
+    _, verdict = listener.accept(writer.respond(listener.challenge()))
     return [listener.challenge() + verdict, listener.challenge() + listener.refuse("no")]
 
 
-_GOOD = handshake.StreamHello(rank("a"), bytes(16), 0, 1)
+_GOOD = rank("a")
 
 
 # ---- tcp ----------------------------------------------------------------------------------------
@@ -258,6 +259,8 @@ def _part_seeds() -> list[bytes]:
     return [
         tcp_wire.pack_header(5, 1, 136, rows),
         tcp_wire.pack_header(5, 2, 100, np.array([(65436, 100)], "<u8").tobytes()),
+        # the sum of its offset and length is a small number of 64 bits
+        tcp_wire.pack_header(5, 3, 150, np.array([(2**64 - 100, 150)], "<u8").tobytes()),
     ]
 
 
@@ -314,12 +317,15 @@ def _tcp_endpoint_seeds() -> list[bytes]:
     ]
 
 
+#: Of <fcntl.h>.
+_F_ADD_SEALS, _SEAL_SHRINK = 1033, 0x2
+
 # ---- shm ----------------------------------------------------------------------------------------
 
 
 def _shm_endpoint(data: bytes) -> str:
     ours = {"shm": [Endpoint("shm", 4096, _shm_endpoint_seeds()[0])]}
-    KINDS.choices(ours, {"shm": [Endpoint("shm", 4096, data)]})
+    KINDS.common(ours, {"shm": [Endpoint("shm", 4096, data)]})
     shm_out.map_peer(rank("a"), rank("b"), Endpoint("shm", 4096, data), 0.2)
     return "connected"
 
@@ -339,12 +345,15 @@ def _shm_endpoint_seeds() -> list[bytes]:
 
 
 def _shm_verdict(data: bytes) -> str:
-    """A listener that answers with a verdict and with files of any size instead of a pool and a table."""
+    """A listener that answers with a verdict, and with files of any size instead of a pool and a table. The
+    first byte says how many, and whether they may shrink; the next bytes say how many KiB each has."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     fds = [os.memfd_create("segue-fuzz", os.MFD_ALLOW_SEALING) for _ in range(data[0] % 4 if data else 0)]
     try:
         for at, fd in enumerate(fds):
             os.ftruncate(fd, (data[at + 1] if len(data) > at + 1 else 0) * 1024)
+            if data[0] < 128:
+                fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK)
         listener = handshake.ListenerProof(KEY)
         theirs.send(listener.challenge())
         writer = handshake.WriterProof(KEY, _GOOD)
@@ -361,6 +370,12 @@ def _shm_verdict(data: bytes) -> str:
         theirs.close()
         for fd in fds:
             os.close(fd)
+
+
+def _shm_verdict_seeds() -> list[bytes]:
+    """The last one has a table that is too short, which was no typed error once."""
+    table_kib = -(-TABLE_BYTES // 1024)
+    return [bytes((2, 4, table_kib)), bytes((130, 4, table_kib)), b"\1\4", b"\0", b"\2\4\0"]
 
 
 # ---- the supervisor's pipe ------------------------------------------------------------------------
@@ -393,18 +408,28 @@ def _open(data: bytes) -> str:
     return _session(data, state="open", framed=True)
 
 
+def _bad_text(message: bytes, text: bytes) -> bytes:
+    """`message` with invalid UTF-8 in the place of `text`."""
+    assert text in message
+    return message.replace(text, b"\xff" * len(text))
+
+
+_FOUND_TCP = [_bad_text(_tcp_endpoint_seeds()[0], b"127")]
+_FOUND_SHM = [_bad_text(_shm_endpoint_seeds()[1], b"elsewhere")]
+_FOUND_REPORT = [_bad_text(_report_seeds()[1], b"PEER")]
+
 TARGETS: list[Target] = [
     Target("session_bytes", _raw_seeds, _stranger),
-    Target("session_stranger", _frame_seeds, _stranger_frames, msgpack),
-    Target("session_proven", _frame_seeds, _proven, msgpack),
-    Target("session_open", _open_seeds, _open, msgpack),
+    Target("session_stranger", _frame_seeds, _stranger_frames, changed_msgpack),
+    Target("session_proven", _frame_seeds, _proven, changed_msgpack),
+    Target("session_open", _open_seeds, _open, changed_msgpack),
     Target("transport_listener", lambda: [_response()], _listener),
     Target("transport_writer", _verdict_seeds, _writer),
     Target("tcp_part", _part_seeds, _part),
     Target("tcp_raw_part", _part_seeds, _raw_part),
     Target("tcp_ack", _ack_seeds, _ack),
-    Target("tcp_endpoint", _tcp_endpoint_seeds, _tcp_endpoint, msgpack),
-    Target("shm_endpoint", _shm_endpoint_seeds, _shm_endpoint, msgpack),
-    Target("shm_verdict", lambda: [b"\x02\x04\x80", b"\x02\x04\x01", b"\x01\x04", b"\x00"], _shm_verdict),
-    Target("report", _report_seeds, _report, as_json),
+    Target("tcp_endpoint", _tcp_endpoint_seeds, _tcp_endpoint, changed_msgpack, _FOUND_TCP),
+    Target("shm_endpoint", _shm_endpoint_seeds, _shm_endpoint, changed_msgpack, _FOUND_SHM),
+    Target("shm_verdict", _shm_verdict_seeds, _shm_verdict),
+    Target("report", _report_seeds, _report, changed_json, _FOUND_REPORT),
 ]

@@ -7,7 +7,7 @@ import fuzz_http
 import fuzz_peers
 import fuzz_staged
 import fuzz_wire
-from fuzz_loop import Target
+from fuzz_changes import Target
 
 TARGETS: dict[str, Target] = {
     target.name: target

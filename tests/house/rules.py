@@ -1,4 +1,4 @@
-"""The rules of the house as functions over source text, so that the rules themselves can be tested."""
+"""The rules of the house as functions over source text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SRC = Path(__file__).resolve().parents[2] / "src" / "segue"
+import segue.kv
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src" / "segue"
+LAB = ROOT / "lab" / "segue_lab"
 
 #: Modules at the top of `kv` that everything else of it stands on; the others make its highest floor.
 KV_BASE = {
@@ -21,8 +25,8 @@ KV_BASE = {
     "ids",
     "limits",
     "model_match",
-    "path_figures",
     "pending",
+    "printable",
     "ready",
     "versions",
 }
@@ -57,9 +61,10 @@ FLOORS = {
 SIDE_MAY_IMPORT = {
     "lab": set[str](),
     "lab.advise": {"kv"},
-    "lab.bench": {"kv.base", "kv.layout", "kv.transport"},
+    "lab.commands": {"cli", "engine", "kv", "lab.advise", "lab.sim", "server.settings"},
     "lab.sim": set(FLOORS) - {"cli"},
-    "integrations": set[str](),
+    # Its modules are shared by connectors that hand KV over.
+    "integrations": {"kv", "kv.base"},
     # It runs segue's own processes, not another engine.
     "integrations.ray": {
         "cli",
@@ -71,13 +76,13 @@ SIDE_MAY_IMPORT = {
         "server.supervisor",
     },
     "integrations.sglang": {"integrations", "kv"},
-    "integrations.vllm": {"integrations", "kv"},
+    "integrations.vllm": {"integrations", "kv", "kv.base"},
 }
 SIDE_MAY_BE_IMPORTED_BY = {
     "lab": set[str](),
-    "lab.advise": {"cli"},
-    "lab.bench": {"cli"},
-    "lab.sim": {"cli"},
+    "lab.advise": {"lab.commands"},
+    "lab.commands": set[str](),
+    "lab.sim": {"lab.commands"},
     "integrations": {"cli", "integrations.sglang", "integrations.vllm"},
     "integrations.ray": set[str](),
     "integrations.sglang": set[str](),
@@ -98,18 +103,18 @@ PURE = {
 PURE_MODULES = {
     *(f"segue.engine.{name}" for name in ("kv_events", "model_names", "parallel", "pool_size", "request")),
     *(f"segue.server.fleet.{name}" for name in ("fleet_settings", "replica", "router")),
-    "segue.integrations.device_memory",
+    *(f"segue.integrations.{name}" for name in ("device_memory", "host_rules", "prompt_claim")),
     *(f"segue.integrations.ray.ray_{name}" for name in ("params", "plan")),
     *(f"segue.integrations.sglang.sglang_{name}" for name in ("phases", "settings")),
     *(
         f"segue.integrations.vllm.vllm_{name}"
         for name in (
-            "claim",
             "decode_table",
             "orders",
             "params",
             "pins",
             "prefill_table",
+            "request",
             "settings",
             "table",
         )
@@ -127,7 +132,7 @@ IMPURE_MODULES = {
     "fcntl",
     "http",
     "httptools",
-    "httpx",
+    "httpx2",
     "io",
     "logging",
     "mmap",
@@ -169,7 +174,7 @@ CALLED_DESTRUCTORS = {"segue.integrations.ray.ray_actors"}
 
 @dataclass(frozen=True)
 class Source:
-    """One module: its dotted name under `segue`, its text and its tree."""
+    """One module: its dotted name, its text and its tree."""
 
     name: str
     text: str
@@ -186,10 +191,11 @@ def parse(name: str, text: str, is_package: bool = False) -> Source:
 
 
 def sources() -> Iterator[Source]:
-    for path in sorted(SRC.rglob("*.py")):
-        parts = ["segue", *path.relative_to(SRC).with_suffix("").parts]
-        package = parts[-1] == "__init__"
-        yield parse(".".join(parts[:-1] if package else parts), path.read_text(), package)
+    for folder in (SRC, LAB):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            package = parts[-1] == "__init__"
+            yield parse(".".join(parts[:-1] if package else parts), path.read_text(), package)
 
 
 def imported_modules(source: Source) -> Iterator[str]:
@@ -217,7 +223,7 @@ def imported_modules(source: Source) -> Iterator[str]:
 
 def package_of(module: str) -> str:
     """The package of a module by its dotted name: `kv` alone has packages on three floors."""
-    top, second = [*module.split("."), "", ""][1:3]
+    top, second = [*module.replace("segue_lab", "segue.lab", 1).split("."), "", ""][1:3]
     if top == "kv":
         if second in KV_BASE:
             return "kv.base"
@@ -226,8 +232,9 @@ def package_of(module: str) -> str:
 
 
 def _is_module(name: str) -> bool:
-    path = SRC.joinpath(*name.split(".")[1:])
-    return name.startswith("segue.") and (path.is_dir() or path.with_suffix(".py").is_file())
+    top, *parts = name.split(".")
+    path = {"segue": SRC, "segue_lab": LAB}.get(top, Path("none")).joinpath(*parts)
+    return bool(parts) and (path.is_dir() or path.with_suffix(".py").is_file())
 
 
 def imported_packages(source: Source) -> set[str]:
@@ -258,19 +265,50 @@ def floor_faults(source: Source) -> list[str]:
 
 #: The two packages of `kv` whose names others may import; `lab` alone looks inside.
 FACES = {"segue.kv", "segue.kv.session"}
+#: Beside them: its function has the module's name, which a face cannot have, too.
+_FACELESS = {"segue.kv.printable"}
+#: Modules with names that only segue's own engine, server and commands need: no embedder's, so on no face.
+INNER = {
+    f"segue.kv.{name}"
+    for name in (
+        "clock",
+        "config",
+        "control_plane",
+        "errors",
+        "ids",
+        "layout.content",
+        "layout.spec",
+        "model_match",
+        "model_weights",
+        "process_link",
+        "protocol.messages",
+        "protocol.room_ranks",
+        "transport.host_speed",
+        "transport.kinds",
+        "transport.memory.host_memory",
+    )
+}
 
 
 def face_faults(source: Source) -> list[str]:
-    """Imports from within `kv` by a package above it; an engine of others needs `segue.kv` alone."""
+    """Imports from within `kv` by a package above it, and of a name of a face from elsewhere; an engine of
+    others needs `segue.kv` alone."""
     top = source.package.partition(".")[0]
     if top in {"", "kv", "lab"}:
         return []
     of_others = top == "integrations" and source.package != "integrations.ray"
-    allowed = {"segue.kv"} if of_others else FACES
-    return [
+    allowed = {"segue.kv"} if of_others else FACES | INNER
+    faults = [
         f"{source.name} imports {module}, not from {' or '.join(sorted(allowed))}"
         for module in sorted(set(imported_modules(source)))
-        if module.startswith("segue.kv") and _is_module(module) and module not in allowed
+        if module.startswith("segue.kv") and _is_module(module) and module not in allowed | _FACELESS
+    ]
+    return faults + [
+        f"{source.name} imports {alias.name} from {node.module}, not from segue.kv"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom) and node.module in INNER
+        for alias in node.names
+        if alias.name in segue.kv.__all__
     ]
 
 
@@ -355,6 +393,23 @@ def task_faults(source: Source) -> list[str]:
         if name in forbidden:
             faults.append(f"{source.name}:{getattr(node, 'lineno', 0)} uses {name}, not session.tasks")
     return faults
+
+
+#: They read JSON whose levels `body_forms.check_levels` bounded before.
+BOUNDED_READERS = {"segue.server.frontend.body_reader", "segue.server.frontend.legs"}
+
+
+def decode_faults(source: Source) -> list[str]:
+    """A reader of bytes from outside that misses what deep nesting or wrong UTF-8 raises."""
+    if source.name in BOUNDED_READERS:
+        return []
+    return [
+        f"{source.name}:{node.lineno} catches {name}, not DECODE_ERRORS"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ExceptHandler) and node.type is not None
+        for name in ("msgspec.DecodeError", "msgspec.MsgspecError")
+        if name in ast.unparse(node.type)
+    ]
 
 
 def guard_faults(source: Source) -> list[str]:

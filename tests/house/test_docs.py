@@ -1,7 +1,4 @@
-"""The pages say what is so: links and paths resolve, commands parse, every error code is explained.
-
-The rules are functions over text, so that each is also shown to find a fault.
-"""
+"""The pages say what is so: links and paths resolve, commands parse, every error code is explained."""
 
 from __future__ import annotations
 
@@ -195,9 +192,6 @@ def test_python_on_a_page_compiles() -> None:
         compile(content, "page", "exec")
 
 
-# ---- the rules find faults --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("folder", ["src", "tests", "bench", "tools", "examples"])
 def test_sources_name_no_page_that_is_not_there(folder: str) -> None:
     mine = Path(__file__).resolve()
@@ -207,52 +201,3 @@ def test_sources_name_no_page_that_is_not_there(folder: str) -> None:
         fault for path in sources for fault in page_faults(str(path.relative_to(ROOT)), path.read_text())
     ]
     assert faults == [], "\n".join(faults)
-
-
-def test_pages_that_are_not_there_are_found() -> None:
-    text = "the routes of no.md, [docs/no.md] and `docs/http.md`; README.md, http.md, *.md"
-    assert page_faults("x.py", text) == ["x.py: docs/no.md does not exist", "x.py: no.md does not exist"]
-
-
-def test_broken_links_are_found() -> None:
-    text = "# A b\n[x](docs/http.md#errors) [y](#a-b) [z](https://x.y/z)\n```\n[no](link)\n```\n`[no](link)`"
-    assert link_faults(ROOT / "README.md", text) == []
-    broken = "[a](docs/no.md) [b](docs/http.md#no) [c](#no)"
-    assert len(link_faults(ROOT / "README.md", broken)) == 3
-
-
-def test_files_that_are_gone_are_found() -> None:
-    assert path_faults("p", "`kv/errors.py` `docs/http.md` ```\n.venv/bin/python bench/serve.py\n```") == []
-    assert path_faults("p", "`core/gone.py` `src/segue/kv/` `src/segue/gone/`") == [
-        "p: core/gone.py does not exist",
-        "p: src/segue/gone/ does not exist",
-    ]
-
-
-def test_commands_that_do_not_exist_are_found() -> None:
-    good = "```\n.venv/bin/segue sim --seeds 2  # two\nsegue serve ORG/NAME --prefill 2\n```\n`segue doctor`"
-    assert command_faults("p", good) == []
-    assert command_faults("p", "`segue frontend --model`") == []
-    for bad in ("`segue sims`", "`segue serve --prefil 2`", "```\nsegue sim --seed x\n```"):
-        assert len(command_faults("p", bad)) == 1
-
-
-def test_sentences_that_nobody_says_are_found() -> None:
-    ours = "the port \n is in use"
-    assert sentence_faults("`the port 80 is in use` `two words` `segue serve it now`", ours) == []
-    assert len(sentence_faults("`the harbour 80 is in use`", ours)) == 1
-
-
-def test_codes_without_a_true_section_are_found() -> None:
-    good = (
-        "### `PEER_LOST`\n\nHTTP 503, retryable.\n\n- **You see**: a\n- **Cause**: b\n- **What to do**: c\n"
-    )
-    codes = [ErrorCode.PEER_LOST]
-    assert code_faults(good, codes) == []
-    assert code_faults(good, [*codes, ErrorCode.INTERNAL]) == ["INTERNAL has no heading"]
-    assert code_faults(good.replace("PEER_LOST", "PEER_GONE"), codes) == [
-        "PEER_GONE is no error code",
-        "PEER_LOST has no heading",
-    ]
-    for old, new in (("503", "500"), (", retryable", ""), ("**Cause**: b", "**Cause**:")):
-        assert len(code_faults(good.replace(old, new), codes)) == 1

@@ -28,8 +28,16 @@ USED: dict[str, tuple[str, ...]] = {
     "torch:ops.mkldnn._reorder_linear_weight": (),
     "numba.core:cgutils": (),
     "numba.extending:intrinsic": (),
-    "huggingface_hub.file_download:http_get": ("url", "temp_file", "resume_size", "headers", "expected_size"),
+    "huggingface_hub.file_download:http_get": (
+        "url",
+        "temp_file",
+        "resume_size",
+        "headers",
+        "expected_size",
+        "tqdm_class",
+    ),
     "huggingface_hub.constants:DOWNLOAD_CHUNK_SIZE": (),
+    "huggingface_hub.constants:HF_HUB_DISABLE_TELEMETRY": (),
     "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol": (
         "config",
         "server_state",

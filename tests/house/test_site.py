@@ -94,9 +94,3 @@ def test_a_reader_searches_the_files_and_sees_diagrams(site: Path, tmp_path: Pat
             names = page.run(loaded)
             assert any("/mermaid.js" in name for name in names)
             assert [name for name in names if not name.startswith(url)] == []
-
-
-def test_what_a_page_loads_is_found() -> None:
-    text = '<a href="https://x/"></a><img src="y.png"><link href="//x/a.css"><style>@import "https://x/";</style>'
-    assert Loads(text).found == ["//x/a.css", "https://x/"]
-    assert outside("a { background: url('https://x/y') } b { mask: url(data:image/svg) }") == ["https://x/y"]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 from ray_hosts import RayHosts, until
 from traffic import Ask, Result, asks, stream

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+from sglang.srt.runtime_context import SpawnRanks, get_parallel, get_server_args, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -92,7 +92,7 @@ class _Rank:
         )
         runner = SimpleNamespace(effective_logical_max_total_num_tokens=TOKENS, kv_cache_dtype_str="bfloat16")
         self.tp_worker = SimpleNamespace(model_runner=runner, is_hybrid_swa=False)
-        self.server_args = SimpleNamespace(model_path="model", revision=None)
+        self.server_args = get_server_args()
         self.attn_tp_cpu_group = self.attn_cp_cpu_group = dist.group.WORLD
         self.metrics_reporter = SimpleNamespace(enable_metrics=False)
         self.output_streamer = self
@@ -130,17 +130,15 @@ class _Rank:
         return [buffer[at].clone() for buffer in self.buffers]
 
 
-def request(room: int, tokens: int, **options: Any) -> Req:
-    """A request as SGLang's scheduler has it."""
+def request(room: int, tokens: int, first: int = 5, **options: Any) -> Req:
+    """A request as SGLang's scheduler has it; `first` is the prompt's first token."""
     made = Req(
         rid=f"r{next(_NUMBERS)}",
         origin_input_text="",
-        origin_input_ids=array("q", range(5, 5 + tokens)),
+        origin_input_ids=array("q", range(first, first + tokens)),
         sampling_params=SamplingParams(max_new_tokens=4),
-        bootstrap_host="127.0.0.1",
-        bootstrap_port=BOOTSTRAP,
         bootstrap_room=room,
-        **options,
+        **{"bootstrap_host": "127.0.0.1", "bootstrap_port": BOOTSTRAP, **options},
     )
     made.sampling_params.normalize(None)
     return made

@@ -216,3 +216,16 @@ def test_24601_nothing_is_left_over_200_rooms(pair: Pair) -> None:
         pair.answers(jobs)
     pair.serves()
     pair.at_rest()
+
+
+def test_decode_that_names_the_room_of_another_prompt_gets_an_error(pair: Pair) -> None:
+    """Of as many tokens. Both clients hear the reason; decode has neither KV nor a token of that prompt."""
+    [room] = pair.sides.rooms(1)
+    jobs = [
+        side.ask([f"the capital of {country} is"], [room])
+        for side, country in ((pair.prefill, "France"), (pair.decode, "Spain"))
+    ]
+    for answer in (pair.prefill.answer(jobs[0]), pair.decode.answer(jobs[1])):
+        assert "METADATA_MISMATCH" in str(answer.get("error")), answer
+    pair.serves()
+    pair.at_rest()

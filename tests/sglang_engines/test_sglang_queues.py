@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, ClassVar
 
 import pytest
 
 pytest.importorskip("sglang", exc_type=ImportError)
 
+import requests
 import torch
 from sglang.srt.managers.disagg_service import start_disagg_service
 from sglang.srt.managers.schedule_batch import Req, release_req
@@ -303,6 +305,78 @@ def test_a_room_that_comes_again_is_another_hand_off(ranks: Ranks) -> None:
     for _ in range(3):
         hand_over(prefill, decode, room=room)
         del prefill.ended[room]
+    at_rest(*ranks)
+
+
+@pytest.mark.parametrize("other", [{"first": 6}, {"cache_salt": "b"}], ids=["prompt", "salt"])
+def test_decode_that_names_the_room_of_another_prompt_gets_nothing(
+    ranks: Ranks, other: dict[str, Any]
+) -> None:
+    prefill, _, decode = ranks
+    hand_over(prefill, decode)
+    room, before = new_room(), [buffer.clone() for buffer in decode.buffers]
+    prefill.add(request(room, 3 * PAGE))
+    req = decode.add(request(room, 3 * PAGE, **other))
+    turns(lambda: room in prefill.ended and room in decode.ended, prefill, decode)
+    for side in (prefill, decode):
+        assert "METADATA_MISMATCH: decode asks for another prompt" in side.ended[room]
+    assert all(map(torch.equal, decode.buffers, before))
+    assert list(req.output_ids) == []
+    hand_over(prefill, decode)
+    at_rest(*ranks)
+
+
+@pytest.mark.parametrize("host", ["169.254.169.254", "10.0.0.1", "example.org/x?y="])
+def test_decode_asks_no_host_that_a_client_makes_up(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    prefill, _, decode = ranks
+    hand_over(prefill, decode)
+    asked: list[object] = []
+    monkeypatch.setattr(requests.Session, "send", lambda *args, **kwargs: asked.append(args))
+    room = new_room()
+    decode.add(request(room, PAGE, bootstrap_host=host))
+    turns(lambda: room in decode.ended, decode)
+    assert "bootstrap_host" in decode.ended[room]
+    assert asked == []
+    monkeypatch.undo()
+    hand_over(prefill, decode)
+    at_rest(*ranks)
+
+
+class Redirects(BaseHTTPRequestHandler):
+    """A bootstrap server of a client's that names another service."""
+
+    to = ""
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(302 if self.to else 500)
+        self.send_header("Location", self.to)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_sglangs_own_question_follows_no_redirect(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, _, decode = ranks
+    with HTTPServer(("127.0.0.1", 0), Redirects) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.setattr(Redirects, "to", f"http://127.0.0.1:{server.server_port}/secret")
+        monkeypatch.setattr(decode.disagg_decode_prealloc_queue, "_ensure_retry_interval", 0.0)
+        room = new_room()
+        decode.add(request(room, PAGE, bootstrap_port=server.server_port))
+        turns(lambda: room in decode.ended, decode)
+        server.shutdown()
+        thread.join()
+    assert "BOOTSTRAP_UNREACHABLE: no prefill answers" in decode.ended[room]
+    assert Redirects.asked
+    assert {path.partition("?")[0] for path in Redirects.asked} == {"/route"}
+    hand_over(prefill, decode)
     at_rest(*ranks)
 
 

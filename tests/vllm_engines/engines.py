@@ -261,7 +261,7 @@ class Clients:
 
     def engine_id(self) -> str:
         """What a router learns at `GET /query`."""
-        import httpx
+        import httpx2 as httpx
 
         entries = httpx.get(f"http://127.0.0.1:{self.query_port}/query", timeout=10).json()
         return str(entries["0"]["engine_id"])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 from engines import BLOCK, PYTHON, environment, transfer_config
 
 START_S = 200

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 from engines import PYTHON, TO_PREFILL, make_model, prompts
 from serving import Servers, complete, serve, text

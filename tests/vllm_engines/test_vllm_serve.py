@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import psutil
 import pytest
 from engines import PYTHON, TO_PREFILL, make_model, prompts

@@ -33,6 +33,8 @@ env:
 - name: SEGUE_DRAIN_S
   value: {{ .root.Values.requestBudgetS | quote }}
 {{- include "segue.keys" .root }}
+{{- include "segue.moreEnv" . }}
+{{- include "segue.envFrom" . }}
 ports:
 - {name: control, containerPort: 7000}
 - {name: data, containerPort: 7100}
@@ -73,6 +75,8 @@ env:
   value: {{ .root.Values.kvGiB | quote }}
 - name: VLLM_CACHE_ROOT
   value: /var/cache/segue/vllm
+{{- include "segue.moreEnv" . }}
+{{- include "segue.envFrom" . }}
 ports:
 - {name: http, containerPort: {{ $port }}}
 - {name: control, containerPort: 7000}

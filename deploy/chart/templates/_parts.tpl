@@ -67,6 +67,38 @@ livenessProbe:
   value: /var/cache/segue/huggingface
 {{- end }}
 
+{{/* Further variables of a part's container. */}}
+{{- define "segue.moreEnv" -}}
+{{- $values := index .root.Values .part -}}
+{{- with concat .root.Values.env ($values.env | default list) }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "segue.envFrom" -}}
+{{- $values := index .root.Values .part -}}
+{{- with concat .root.Values.envFrom ($values.envFrom | default list) }}
+envFrom:
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Labels and annotations of a part's pods that the user gives. */}}
+{{- define "segue.podLabels" -}}
+{{- $values := index .root.Values .part -}}
+{{- with merge dict ($values.podLabels | default dict) .root.Values.podLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "segue.podAnnotations" -}}
+{{- $values := index .root.Values .part -}}
+{{- with merge dict ($values.podAnnotations | default dict) .root.Values.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{/* API keys: an instance's HTTP port generates too. */}}
 {{- define "segue.keys" -}}
 {{- if .Values.apiKeysSecret }}
@@ -123,7 +155,30 @@ strategy:
 
 {{/* What every pod has beside its containers. */}}
 {{- define "segue.pod" -}}
+{{- $values := index .root.Values .part -}}
 serviceAccountName: {{ .root.Release.Name }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+{{ toYaml . }}
+{{- end }}
+{{- with merge dict ($values.nodeSelector | default dict) .root.Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with concat .root.Values.tolerations ($values.tolerations | default list) }}
+tolerations:
+{{ toYaml . }}
+{{- end }}
+{{- with $values.affinity | default .root.Values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.priorityClassName | default .root.Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.runtimeClassName | default .root.Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
 automountServiceAccountToken: false
 # A Service called `segue` would set SEGUE_PORT, which is a setting.
 enableServiceLinks: false

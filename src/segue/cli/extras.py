@@ -8,7 +8,7 @@ from typing import Final
 from segue.kv import ConfigError
 
 #: Modules of the `serve` extra.
-SERVE: Final = ("starlette", "uvicorn", "httptools", "httpx", "prometheus_client", "rich", "psutil")
+SERVE: Final = ("starlette", "uvicorn", "httptools", "httpx2", "prometheus_client", "rich", "psutil")
 #: Modules of the `engine` extra. Its `pip` fetches the default model alone, and is not looked for.
 ENGINE: Final = (
     "torch",
@@ -53,6 +53,11 @@ def need(command: str) -> None:
         f"segue {command} needs {said} ({', '.join(missing)} not installed): "
         f"pip install 'segue[{','.join(extras)}]'"
     )
+
+
+def has_lab() -> bool:
+    """Whether `segue_lab`, which has the commands `sim` and `advise`, is installed; imports nothing."""
+    return _installed("segue_lab")
 
 
 def _installed(module: str) -> bool:

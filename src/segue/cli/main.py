@@ -6,13 +6,16 @@ Exit status: 0 after a clean end, 2 for a wrong setting (one sentence on standar
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from segue import __version__
 from segue.cli import extras, flags
-from segue.kv import ConfigError, Role, SegueError
+from segue.cli.commands import bench_flags, client_flags, keys_flags, operate_flags
+from segue.cli.home import make_home
+from segue.kv import ConfigError, SegueError
 from segue.server.observe import logs
 from segue.server.settings.commands import COMMANDS, DoctorConfig, FrontendConfig, InstanceConfig, ServeConfig
 from segue.server.settings.layers import nearest
@@ -40,6 +43,24 @@ _EXAMPLES = {
     "version": "segue version",
 }
 
+_PROCESSES = "segue.cli.commands.processes"
+#: The module and function of each command. A module is imported when its command runs.
+_RUN = {
+    "serve": (_PROCESSES, "serve_command"),
+    **dict.fromkeys(("prefill", "decode", "unified"), (_PROCESSES, "instance")),
+    "frontend": (_PROCESSES, "frontend"),
+    **dict.fromkeys(
+        ("ps", "drain", "resume", "switch", "explain"), ("segue.cli.commands.operate_commands", "operate")
+    ),
+    "top": ("segue.cli.commands.top_command", "top"),
+    "bench": ("segue.cli.commands.bench", "bench"),
+    "sim": ("segue_lab.commands.sim", "run"),
+    "advise": ("segue_lab.commands.advise", "run"),
+    "doctor": ("segue.cli.doctor.doctor_command", "doctor_command"),
+    "keys": ("segue.cli.commands.issue_keys", "keys"),
+    "version": ("segue.cli.main", "version"),
+}
+
 #: The commands as `segue --help` shows them.
 _GROUPS = {
     "start": ("serve", "prefill", "decode", "unified", "frontend"),
@@ -58,6 +79,12 @@ _OPERATOR = {
     "explain": "show the life of one request: phases, waits, attempts, bytes and errors",
 }
 
+#: Commands of segue's repository, which its wheel lacks.
+_LAB = {
+    "sim": "run the control plane in virtual time, under faults",
+    "advise": "estimate the number of prefill and decode workers for a workload, or advise a unified one",
+}
+
 
 def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
     """The parser of `segue` and those of its commands."""
@@ -72,47 +99,38 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
     )
     made: dict[str, flags.Parser] = {}
 
-    def command(name: str, help: str, handler: Handler) -> flags.Parser:
+    def command(name: str, help: str) -> flags.Parser:
         example = f"example:\n  {_EXAMPLES[name]}"
         usage = f"segue {name} [MODEL] [--FLAG VALUE …]" if name in COMMANDS else None
         made[name] = commands.add_parser(name, help=help, description=help, epilog=example, usage=usage)
-        made[name].set_defaults(handler=handler)
         return made[name]
 
-    flags.add_settings(command("serve", "run a whole deployment on this host", _serve), ServeConfig)
+    flags.add_settings(command("serve", "run a whole deployment on this host"), ServeConfig)
     for role, what in (
-        (Role.PREFILL, "computes prompts"),
-        (Role.DECODE, "generates from handed-over prompts"),
+        ("prefill", "computes prompts"),
+        ("decode", "generates from handed-over prompts"),
+        ("unified", "does both, without a hand-off"),
     ):
-        flags.add_settings(command(role, f"run one instance that {what}", _instance), InstanceConfig)
-    flags.add_settings(
-        command("unified", "run one instance that does both, without a hand-off", _instance), InstanceConfig
-    )
-    flags.add_settings(command("frontend", "run the HTTP server of a deployment", _frontend), FrontendConfig)
+        flags.add_settings(command(role, f"run one instance that {what}"), InstanceConfig)
+    flags.add_settings(command("frontend", "run the HTTP server of a deployment"), FrontendConfig)
     for name in ("prefill", "decode", "unified", "frontend"):
         for pipe in ("--lifeline-fd", "--report-fd"):
             made[name].add_argument(pipe, type=int, help=argparse.SUPPRESS)
     for name, text in _OPERATOR.items():
-        _operator_arguments(command(name, text, _operate))
-    _top_arguments(command("top", "show a running fleet in the terminal, live", _top))
-    _bench_arguments(command("bench", "measure a server that speaks the OpenAI API", _bench))
-    _sim_arguments(command("sim", "run the control plane in virtual time, under faults", _sim))
-    _advise_arguments(
-        command(
-            "advise",
-            "estimate the number of prefill and decode workers for a workload, or advise a unified one",
-            _advise,
-        )
-    )
-    doctor = command(
-        "doctor", "check this host: problems, remedies, and the speed of its transports", _doctor
-    )
+        operate_flags.add_arguments(command(name, text))
+    client_flags.add_top_arguments(command("top", "show a running fleet in the terminal, live"))
+    bench_flags.add_arguments(command("bench", "measure a server that speaks the OpenAI API"))
+    for name, text in _LAB.items():
+        lab_command = command(name, text)
+        if extras.has_lab():
+            importlib.import_module(f"segue_lab.commands.{name}_flags").add_arguments(lab_command)
+    doctor = command("doctor", "check this host: problems, remedies, and the speed of its transports")
     flags.add_settings(doctor, DoctorConfig)
     doctor.add_argument(
         "--json", metavar="FILE", nargs="?", const="-", help="write the report as JSON (default: print it)"
     )
-    _keys_arguments(command("keys", "issue certificates for mutual TLS between the parts", _keys))
-    command("version", "print the version", _version)
+    keys_flags.add_arguments(command("keys", "issue certificates for mutual TLS between the parts"))
+    command("version", "print the version")
     listed = "\n\n".join(
         f"{group}:\n" + "\n".join(f"  {name:<10}{made[name].description}" for name in names)
         for group, names in _GROUPS.items()
@@ -125,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        make_home()
         return run_command(words)
     except ConfigError as exc:
         logs.say(str(exc))
@@ -147,6 +166,11 @@ def run_command(words: list[str]) -> int:
     first = next((w for w in words if not w.startswith("-")), "")
     if first and first not in commands:
         raise ConfigError(f"segue has no command {first}{nearest(first, commands)}; see segue --help")
+    if first in _LAB and not extras.has_lab():
+        raise ConfigError(
+            f"segue {first} is in segue's repository and not in its wheel: run it from a checkout, after "
+            "'make setup' or 'pip install ./lab'"
+        )
     if first in COMMANDS and flags.asks_for_json(words):
         logs.configure(LogConfig(log_format="json"), first)  # also errors of the settings are JSON then
     args, rest = top.parse_known_args(words)
@@ -156,109 +180,13 @@ def run_command(words: list[str]) -> int:
         top.print_help()
         return 2
     extras.need(args.command)
-    handler: Handler = args.handler
-    return handler(args)
-
-
-def _serve(args: argparse.Namespace) -> int:
-    config = flags.with_secret(flags.load(ServeConfig, "serve", args))
-    from segue.cli.commands.processes import serve
-
-    return serve(config)
-
-
-def _instance(args: argparse.Namespace) -> int:
-    from segue.cli.commands.processes import instance
-
-    return instance(args)
-
-
-def _frontend(args: argparse.Namespace) -> int:
-    from segue.cli.commands.processes import frontend
-
-    return frontend(args)
-
-
-def _top_arguments(command: argparse.ArgumentParser) -> None:
-    from segue.cli.commands.client_flags import add_top_arguments
-
-    add_top_arguments(command)
-
-
-def _top(args: argparse.Namespace) -> int:
-    from segue.cli.commands.top_command import top
-
-    return top(args)
-
-
-def _bench_arguments(command: argparse.ArgumentParser) -> None:
-    from segue.cli.commands.bench_flags import add_arguments
-
-    add_arguments(command)
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from segue.cli.commands.bench import bench
-
-    return bench(args)
-
-
-def _operator_arguments(command: flags.Parser) -> None:
-    from segue.cli.commands.operate_flags import add_arguments
-
-    add_arguments(command)
-
-
-def _operate(args: argparse.Namespace) -> int:
-    from segue.cli.commands.operate_commands import operate
-
-    return operate(args)
-
-
-def _sim_arguments(command: argparse.ArgumentParser) -> None:
-    from segue.cli.commands.sim_flags import add_arguments
-
-    add_arguments(command)
-
-
-def _sim(args: argparse.Namespace) -> int:
-    from segue.cli.commands.sim import sim
-
-    return sim(args)
-
-
-def _advise_arguments(command: flags.Parser) -> None:
-    from segue.cli.commands.advise_flags import add_arguments
-
-    add_arguments(command)
-
-
-def _advise(args: argparse.Namespace) -> int:
-    from segue.cli.commands.advise import run
-
+    module, function = _RUN[args.command]
+    run: Handler = getattr(importlib.import_module(module), function)
     return run(args)
 
 
-def _keys_arguments(command: argparse.ArgumentParser) -> None:
-    from segue.cli.commands.keys_flags import add_arguments
-
-    add_arguments(command)
-
-
-def _keys(args: argparse.Namespace) -> int:
-    from segue.cli.commands.issue_keys import keys
-
-    return keys(args)
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    config = flags.with_secret(flags.load(DoctorConfig, "doctor", args))
-    from segue.cli.doctor.doctor_command import doctor
-
-    return doctor(config, args.json)
-
-
-def _version(args: argparse.Namespace) -> int:
+def version(_args: argparse.Namespace) -> int:
+    """Print the version."""
     print(f"segue {__version__}")
     return 0
 

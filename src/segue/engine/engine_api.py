@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from segue.engine.request import Grammar, SamplingParams
-from segue.kv import ErrorInfo, Internal, InvalidRequest, PoolSpec, SegueError, Span, TokenLogprob
+from segue.engine.request import Grammar, SamplingParams, TokenLogprob
+from segue.kv import ErrorInfo, Internal, InvalidRequest, PoolSpec, SegueError, Span
 
 
 @dataclass(frozen=True, slots=True)

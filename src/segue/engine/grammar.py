@@ -93,8 +93,6 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         *,
-        max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
-        max_cached: int = MAX_CACHED,
         checker: Callable[[str, int, list[int]], GrammarChecker] = GrammarChecker,
     ) -> None:
         eos = sorted(eos_token_ids)
@@ -106,8 +104,6 @@ class GrammarCompiler:
         self._tokenizer = make_tokenizer(text, words, eos)
         self._checker = checker(text, words, eos)
         self._vocab_size = vocab_size
-        self._max_grammar_bytes = max_grammar_bytes
-        self._max_cached = max_cached
         self._compiled: OrderedDict[Grammar, tuple[llguidance.LLMatcher | SegueError, int]] = OrderedDict()
         #: handed over by the thread; settled by the owner
         self._prepared: dict[Grammar, tuple[llguidance.LLMatcher | SegueError, int]] = {}
@@ -139,7 +135,7 @@ class GrammarCompiler:
 
     def known(self, grammar: Grammar) -> bool:
         """Whether `open` answers at once, and another try would not help."""
-        if len(grammar.text) > self._max_grammar_bytes:
+        if len(grammar.text) > MAX_GRAMMAR_BYTES:
             return True
         kept, _ = self._compiled.get(grammar, (None, 0))
         return kept is not None and (not isinstance(kept, SegueError) or isinstance(kept, InvalidRequest))
@@ -192,16 +188,14 @@ class GrammarCompiler:
 
     def _check_size(self, grammar: Grammar) -> None:
         size = len(grammar.text.encode(errors="replace"))
-        if size > self._max_grammar_bytes:
-            raise InvalidRequest(
-                f"The output format has {size} bytes; the limit is {self._max_grammar_bytes}."
-            )
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(f"The output format has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}.")
 
     def _keep(self, grammar: Grammar, kept: tuple[llguidance.LLMatcher | SegueError, int]) -> None:
         self._compiled[grammar] = kept
         self._compiled.move_to_end(grammar)
         while len(self._compiled) > 1 and (
-            len(self._compiled) > self._max_cached
+            len(self._compiled) > MAX_CACHED
             or sum(size for _, size in self._compiled.values()) > MAX_CACHED_BYTES
         ):
             self._compiled.popitem(last=False)

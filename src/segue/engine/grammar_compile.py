@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import llguidance
 import msgspec
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from segue.engine.request import CallGrammar, Grammar
 from segue.kv import InvalidRequest
@@ -56,7 +58,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llgu
             case "regex":
                 source = build.grammar_from_regex(grammar.text)
             case "lark":
-                source = build.grammar_from_lark(grammar.text)
+                source = build.grammar_from_lark(_as_lark(grammar.text))
             case "tool_calls":
                 calls = msgspec.json.decode(grammar.text, type=CallGrammar)
                 source = build.grammar_from_lark(_lark(tokenizer, calls))
@@ -64,8 +66,9 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llgu
         raise InvalidRequest(f"The output format ({grammar.kind}) is not valid: {one_line(exc)}") from exc
     matcher = build(tokenizer, source, log_level=0, limits=_limits(grammar.kind))
     if matcher.is_error():
+        hint = "" if grammar.kind != "lark" or is_lark_syntax(grammar.text) else _NOTATIONS
         raise InvalidRequest(
-            f"The output format ({grammar.kind}) is not valid: {one_line(matcher.get_error())}"
+            f"The output format ({grammar.kind}) is not valid: {one_line(matcher.get_error())}{hint}"
         )
     first = matcher.deep_copy()
     if not any(first.compute_bitmask()) or first.is_error():
@@ -74,6 +77,42 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llgu
             reason = "no text satisfies it"
         raise InvalidRequest(f"The output format ({grammar.kind}) admits no first token: {reason}")
     return matcher
+
+
+_NOTATIONS = '; a grammar is written in Lark (start: "yes" | "no") or in GBNF (root ::= "yes" | "no")'
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_PIECE = re.compile(
+    r"""("(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*\])|'((?:\\.|[^'\\])*)'|\#[^\n]*|\s*\n\s*(?=\|)""", re.DOTALL
+)
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+
+
+def _as_lark(text: str) -> str:
+    """`text` in Lark: GBNF, as llama.cpp has it and vLLM and SGLang show it, is converted. InvalidRequest for
+    one that cannot be."""
+    if is_lark_syntax(text) or not _GBNF_RULE.search(text):
+        return text
+    try:
+        return str(gbnf_to_lark(_GBNF_PIECE.sub(_gbnf_piece, text)))
+    except Exception as exc:  # the converter raises any
+        raise InvalidRequest(
+            f"The output format (lark) is not valid: as GBNF: {one_line(exc)}{_NOTATIONS}"
+        ) from exc
+
+
+def _gbnf_piece(found: re.Match[str]) -> str:
+    """A text or a class of characters as llguidance's converter reads it. Comments, and the end of a line
+    before `|`, become a space."""
+    if found[2] is not None:
+        return '"' + _GBNF_ESCAPE.sub(_gbnf_letter, found[2].replace('"', '\\"')) + '"'
+    return _GBNF_ESCAPE.sub(_gbnf_letter, found[1]) if found[1] is not None else " "
+
+
+def _gbnf_letter(found: re.Match[str]) -> str:
+    if found[3] is not None:
+        return "'" if found[3] == "'" else found[0]
+    letter = chr(int(found[1] or found[2], 16))
+    return f"\\x{ord(letter):02x}" if ord(letter) < 128 else letter
 
 
 def _lark(tokenizer: llguidance.LLTokenizer, grammar: CallGrammar) -> str:

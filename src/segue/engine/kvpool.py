@@ -10,18 +10,17 @@ import xxhash
 
 from segue.engine.pool_size import state_slots
 from segue.kv import (
-    SCRATCH_BYTES,
-    STATE_ALIGN,
     ChecksumMismatch,
     ConfigError,
     InvalidRequest,
     KVShape,
     Memory,
-    Part,
     PoolSpec,
     RankCoord,
     allocate,
 )
+from segue.kv.layout.content import Part
+from segue.kv.layout.spec import STATE_ALIGN
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -148,7 +147,7 @@ def make_pool(
     `pool_bytes` in all of them together (or into `memory`, if given), the same number in each. A model with a
     state also has slots (`state_slots`).
 
-    Memory that is allocated here has `SCRATCH_BYTES` more at its end. Raises ConfigError when not even one
+    Raises ConfigError when not even one
     page fits, OutOfCapacity when the host lacks the memory.
     """
     if page_tokens < 1:
@@ -175,4 +174,4 @@ def make_pool(
         head_count=part.heads,
         slots=slots,
     )
-    return KVPool(spec, memory if memory is not None else allocate(spec.nbytes + SCRATCH_BYTES))
+    return KVPool(spec, memory if memory is not None else allocate(spec.nbytes))

@@ -39,18 +39,6 @@ class PrefixMatch:
     tokens: int
 
 
-@dataclass(slots=True)
-class PrefixStats:
-    """Counts since the tree was made; tokens in tokens, the rest in calls or pages."""
-
-    lookups: int = 0
-    lookup_tokens: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    inserted_pages: int = 0
-    evicted_pages: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class _Node:
     tokens: tuple[int, ...]
@@ -111,7 +99,6 @@ class PrefixTree:
         if pool.watch is not None:
             raise ValueError("the pool has a prefix tree already")
         pool.watch = self._leases_changed
-        self.stats = PrefixStats()
         self.journal: Journal | None = None
 
     @property
@@ -131,14 +118,10 @@ class PrefixTree:
         self._touch(partial or node)
         self._pool.share(pages)
         found = len(pages) * self._page_tokens
-        self.stats.lookups += 1
-        self.stats.lookup_tokens += len(tokens)
-        self.stats.hits += bool(pages)
-        self.stats.hit_tokens += found
         return PrefixMatch(pages, found)
 
     def peek(self, tokens: Sequence[int], salt: int = 0) -> int:
-        """How many tokens `match` would find; takes no lease and leaves recency and stats alone."""
+        """How many tokens `match` would find; takes no lease and leaves recency alone."""
         return len(self._walk(tuple(tokens), salt)[2]) * self._page_tokens
 
     def _walk(self, tokens: tuple[int, ...], salt: int) -> tuple[_Node, _Node | None, list[int]]:
@@ -206,7 +189,6 @@ class PrefixTree:
             self._look_again(node)
             self._look_again(leaf)
             self._pages += len(new)
-            self.stats.inserted_pages += len(new)
             node = leaf
             if self.journal is not None:
                 self.journal.stored(new, known[-1] if known else None, leaf.tokens, salt)
@@ -283,7 +265,6 @@ class PrefixTree:
             del node.parent.children[node.key]
             del self._recent[node]
         self._pages -= count
-        self.stats.evicted_pages += count
         if self.journal is not None:
             self.journal.removed(gone)
         self._pool.release(gone)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,34 +22,18 @@ from segue.engine.engine_api import (
     StepHandle,
 )
 from segue.engine.forward import Forward, OutputHead, RankForward
+from segue.engine.models.folders import read_json
 from segue.engine.models.progress import step
 from segue.engine.packing import Packed, Segment, StepLimits, check, pack
-from segue.engine.request import SamplingParams
-from segue.kv import ConfigError, Internal, InvalidRequest, Memory, PoolSpec, SegueError, TokenLogprob
+from segue.engine.request import SamplingParams, TokenLogprob
+from segue.engine.sampler import Sampler
+from segue.kv import ConfigError, Internal, InvalidRequest, Memory, PoolSpec, SegueError
 
 if TYPE_CHECKING:
-    from segue.engine.grammar import GrammarCompiler
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 #: Rows of logits held at once while prompt log-probabilities are computed.
 LOGPROB_ROWS = 128
-
-
-class TokenSampler(Protocol):
-    """The sampler that the engine calls; `segue.engine.sampler.Sampler` is the real one."""
-
-    def open(
-        self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()
-    ) -> None: ...
-
-    def append(self, seq_id: int, token: int) -> None: ...
-
-    def close(self, seq_id: int) -> None: ...
-
-    def sample(self, seq_ids: list[int], logits: torch.Tensor) -> list[SequenceResult]: ...
-
-    def prompt_logprobs(
-        self, seq_id: int, logits: torch.Tensor, next_tokens: Sequence[int]
-    ) -> list[TokenLogprob]: ...
 
 
 @dataclass(slots=True)
@@ -88,7 +72,7 @@ class ReplicaEngine:
         info: ModelInfo,
         forward: Forward,
         head: OutputHead,
-        sampler: TokenSampler,
+        sampler: Sampler,
         formats: Formats | None = None,
     ) -> None:
         self.info = info
@@ -244,42 +228,55 @@ def make_engine(
     folder: Path,
     own: RankForward,
     forward: Forward,
-    sampler: TokenSampler | None = None,
+    sampler: Sampler | None = None,
 ) -> ReplicaEngine:
     """The engine of the model in `folder` over `forward`, of which `own` is the part of this process.
     `sampler` replaces segue's own (tests and benchmarks of the forward alone)."""
     loaded = own.loaded
     if own.head is None:
         raise Internal(f"rank {own.place.rank} does not sample")
+    vocab_size, formats = int(loaded.config.vocab_size), None
+    with step("tokenizer"):
+        tokenizer = _tokenizer(folder)
+        ends = _end_tokens(folder, loaded.config, tokenizer)
+        if sampler is None and tokenizer is not None:
+            from segue.engine.grammar import GrammarCompiler
+
+            # Made at start: the first request that needs it must not hold up a step.
+            formats = GrammarCompiler(tokenizer, vocab_size, ends)
     info = ModelInfo(
         name=folder.name,
         fingerprint=own.fingerprint,
-        vocab_size=int(loaded.config.vocab_size),
+        vocab_size=vocab_size,
         context_tokens=loaded.context_tokens,
-        eos_token_ids=loaded.eos_token_ids,
+        eos_token_ids=ends,
         dtype=loaded.shape.dtype,
     )
-    formats = None
     if sampler is None:
-        from segue.engine.sampler import Sampler
-
-        with step("tokenizer"):
-            formats = _grammars(folder, info)
-        sampler = Sampler(info.vocab_size, info.eos_token_ids, formats)
+        sampler = Sampler(vocab_size, ends, formats)
     return ReplicaEngine(info, forward, own.head, sampler, formats)
 
 
-def _grammars(folder: Path, info: ModelInfo) -> GrammarCompiler | None:
-    """The grammar compiler of the folder's tokenizer; None for a model without one. Made at start:
-    the first request that needs it must not hold up a step."""
-    if not (folder / "tokenizer.json").exists():
+def _tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
+    """The model's tokenizer; None if the folder has none."""
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
     from transformers import AutoTokenizer
 
-    from segue.engine.grammar import GrammarCompiler
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {exc}") from exc
-    return GrammarCompiler(tokenizer, info.vocab_size, info.eos_token_ids)
+    return tokenizer
+
+
+def _end_tokens(
+    folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast | None
+) -> frozenset[int]:
+    """The tokens that end an answer, whoever names them: generation_config.json, config.json, the tokenizer.
+    A fine-tuned model may name the end of a turn in one of them only."""
+    path = folder / "generation_config.json"
+    generation = read_json(path, "") if path.exists() else {}
+    named = [generation.get("eos_token_id"), config.eos_token_id, tokenizer and tokenizer.eos_token_id]
+    lists = [ids if isinstance(ids, list) else [ids] for ids in named]
+    return frozenset(i for ids in lists for i in ids if isinstance(i, int) and 0 <= i < config.vocab_size)

@@ -5,15 +5,34 @@ Pure msgspec structs; they travel on the control channel as they are.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 import msgspec
 
-from segue.kv import DpRanks, ErrorInfo, FinishReason, TokenLogprob
+from segue.kv import DpRanks, ErrorInfo
 
 #: From who takes outputs and whose client is behind: to be awaited before the next output.
 Wait = Callable[[], Awaitable[None]]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended without an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural log-probability `logprob` of one chosen `token` (its id), and the most likely alternatives
+    `top` as pairs of both, best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
 
 
 #: The longest text of a `Grammar` that an instance takes.

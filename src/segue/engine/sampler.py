@@ -30,8 +30,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from segue.engine.engine_api import SequenceResult
-from segue.engine.request import Grammar, Reasoning, SamplingParams
-from segue.kv import Internal, InvalidRequest, TokenLogprob
+from segue.engine.request import Grammar, Reasoning, SamplingParams, TokenLogprob
+from segue.kv import Internal, InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300

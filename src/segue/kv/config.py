@@ -14,14 +14,13 @@ from segue.kv.io import Io, IoThread
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.protocol.exchange import Exchange
-from segue.kv.protocol.messages import HandoffMessage, PathMessage
+from segue.kv.protocol.messages import HandoffMessage, PathChosen
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.kv.ranks.checksums import Digester
 from segue.kv.session.node import SessionNode
 from segue.kv.session.tls import Tls
 from segue.kv.threads import ThreadPerCall
 from segue.kv.transport.kinds import KINDS, TransportKinds
-from segue.kv.transport.probe import HostSpeed, host_speed
 
 #: The role at the other end of a hand-off.
 COUNTERPART = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
@@ -48,7 +47,7 @@ class SessionConfig:
     secret: bytes | None = None
     limits: Limits = field(default_factory=Limits)
     tls: Tls | None = None
-    messages: Any = HandoffMessage | PathMessage
+    messages: Any = HandoffMessage | PathChosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +55,13 @@ class KVConfig(SessionConfig):
     """The configuration of a `KVManager`: `SessionConfig`, and the KV that is handed over.
 
     `role` is PREFILL or DECODE. `model` is a fingerprint of configuration and weights; a peer with another
-    one is refused. `spec` says how the pool lies in memory. `transports` are the names to offer, in any
-    order, of those that `KINDS.available()` lists; both sides must share one, and `shm` is preferred to
-    `tcp`. They listen on `host` at `transport_port` (0: any); `advertise_transport_port` is what peers are
+    one is refused. `spec` says how the pool lies in memory. `transports` are the names to offer, of those
+    that `KINDS.available()` lists; a pair uses the first one of prefill's list that decode offers and that
+    works. They listen on `host` at `transport_port` (0: any); `advertise_transport_port` is what peers are
     told if it is another. `dp` are the DP ranks of our instance. `kv_checksum` is how much of each chunk that
-    this side sends is covered by its checksum. `scratch_bytes` at the end of each rank's memory, behind its
-    pool, are for the probe that chooses a pair's transport; with 0 the preferred one is taken without a
-    probe. `staging_bytes` of host memory are the slots of each rank's transport that stages (`staged_tcp`,
-    `staged_shm`; for a device's memory they stand for `tcp` and `shm` where no transport takes it).
+    this side sends is covered by its checksum. `staging_bytes` of host memory are the slots of each rank's
+    transport that stages (`staged_tcp`, `staged_shm`; for a device's memory they stand for `tcp` and `shm`
+    where no transport takes it).
 
     Raises ConfigError for another role and for `transports` that are no list of names.
     """
@@ -75,7 +73,6 @@ class KVConfig(SessionConfig):
     advertise_transport_port: int | None = None
     dp: DpRanks = field(default_factory=DpRanks)
     kv_checksum: ChecksumMode = ChecksumMode.FULL
-    scratch_bytes: int = 0
     staging_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
@@ -88,8 +85,8 @@ class KVConfig(SessionConfig):
 @dataclass(frozen=True, kw_only=True)
 class LeaderRuntime:
     """Factories of the parts that a leader runs on: the I/O thread `io`, the session `node`, `transports`,
-    the hash threads `digester`, the threads `connecting` that open paths, the protocol `exchange`, the random
-    source `uniform` and the measurement `host_speed`. An engine uses `HOST`; the simulator has its own."""
+    the hash threads `digester`, the threads `connecting` that open paths, the protocol `exchange`, and the
+    random source `uniform`. An engine uses `HOST`; the simulator has its own."""
 
     io: Callable[[Callable[[dict[str, Any]], None]], Io] = IoThread
     node: Callable[..., SessionNode] = SessionNode
@@ -98,7 +95,6 @@ class LeaderRuntime:
     connecting: Callable[[str], Executor] = ThreadPerCall
     exchange: Callable[..., Exchange] = Exchange
     uniform: Callable[[float, float], float] = random.uniform
-    host_speed: Callable[[], HostSpeed] = host_speed
 
 
 #: The host's threads and sockets, and real chance.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from segue.kv.config import HOST, LeaderRuntime, SessionConfig
-from segue.kv.errors import InvalidRequest, SegueError
+from segue.kv.errors import InvalidRequest, PeerLost, SegueError
 from segue.kv.ids import LeaderId, Role
 from segue.kv.session.api import Session, SessionHandler
 from segue.kv.session.dialer import Dialer
+from segue.kv.session.tasks import background
+
+#: Leaders that are dialled by `meet` at once.
+MAX_MEETINGS = 64
 
 log = logging.getLogger("segue.kv")
 
@@ -22,7 +27,8 @@ class ControlPlane:
     tests.
 
     A peer of any other role is refused. Handlers are called on the I/O thread. The public methods may be
-    called from any other thread, those of sessions (`keep_session`, `drop_session`, `sessions`) on it only.
+    called from any other thread, those of sessions (`keep_session`, `meet`, `drop_session`, `sessions`) on it
+    only.
     """
 
     def __init__(
@@ -30,6 +36,9 @@ class ControlPlane:
     ) -> None:
         self.config = config
         self.io = runtime.io(_loop_error)
+        self.io.on_end = self._io_ended
+        #: called on the I/O thread when that has ended, and not by `close`
+        self.on_lost: Callable[[SegueError], None] = lambda _: None
         #: Where it listens; port 0 before `start`.
         self.address: tuple[str, int] = (config.host, 0)
         self.node = runtime.node(
@@ -45,6 +54,7 @@ class ControlPlane:
         )
         self._uniform = runtime.uniform
         self._dialers: dict[LeaderId, Dialer] = {}
+        self._meetings: dict[LeaderId, asyncio.Task[None]] = {}
         self._started = self._closed = self._ended = False
         #: held by `start` and `close`: each of their steps has a deadline, so whoever waits has one, too
         self._life = threading.RLock()
@@ -93,11 +103,22 @@ class ControlPlane:
                 finally:
                     self.io.stop()
 
+    def _io_ended(self, error: SegueError) -> None:
+        if self._closed:
+            return
+        self.on_lost(error)
+        try:
+            self.io.loop.run_until_complete(self.node.close(PeerLost(error.info.text)))
+        except BaseException as exc:  # the system closes them with the process
+            log.error("sessions were not closed: %r", exc)
+
     async def close_sessions(self) -> None:
         """Listen no more, dial nobody any more, and end all sessions."""
         self._closed = True
         for leader in list(self._dialers):
             self.drop_session(leader)
+        for task in self._meetings.values():
+            task.cancel()
         await self.node.close()
 
     # ---- on the I/O thread -------------------------------------------------------------------------
@@ -122,6 +143,23 @@ class ControlPlane:
         dialer = Dialer(connect, f"{host}:{port}", refused=refused, patience_s=limit_s, uniform=self._uniform)
         self._dialers[leader] = dialer
         dialer.start(self.io.loop)
+
+    def meet(self, leader: LeaderId, host: str, port: int, refused: Callable[[SegueError], None]) -> None:
+        """Dial `leader` once, unless a session with it is open or kept, or `MAX_MEETINGS` others are dialled.
+        `refused` is called with a refusal that another try will not mend."""
+        known = leader in self._dialers or leader in self._meetings or leader in self.sessions
+        if known or self._closed or len(self._meetings) >= MAX_MEETINGS:
+            return
+
+        def failed(error: SegueError) -> None:
+            log.info("cannot meet %s at %s:%d: %s", leader, host, port, error)
+            if not error.info.retryable:
+                refused(error)
+
+        connecting = self.node.connect(host, port, expect=leader, timeout_s=self.config.limits.connect_s)
+        task = background(connecting, name=f"meeting {leader}", failed=failed, loop=self.io.loop)
+        self._meetings[leader] = task
+        task.add_done_callback(lambda _: self._meetings.pop(leader))
 
     def drop_session(self, leader: LeaderId) -> None:
         """Do not dial `leader` any more. An open session goes on."""

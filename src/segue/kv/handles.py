@@ -17,7 +17,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from segue.kv.clock import Clock
-from segue.kv.errors import AbortedByClient, ErrorInfo, InvalidRequest
+from segue.kv.errors import AbortedByClient, ErrorInfo, InvalidRequest, SegueError
 from segue.kv.ids import KVPoll, LeaderId, RoomKey, Span
 from segue.kv.protocol import events
 from segue.kv.protocol.events import Change
@@ -137,10 +137,10 @@ class KVSender(_Handle):
         decode has had for so many seconds."""
         self._owner.post(events.EndRoom(self.key, error, unbound_s=unbound_s))
 
-    def allow(self, replaced: int, by: int, decode: LeaderId, *, ended: bool = False) -> None:
-        """The placer of the request says that attempt `by`, on the leader `decode`, replaces the attempt
-        `replaced`; with `ended`, that it takes nothing of that one any more, whatever it has committed."""
-        self._owner.post(events.AllowReplacement(self.key, replaced, by, decode, ended))
+    def place(self, attempt: int, decode: LeaderId) -> None:
+        """Give a retained room to `attempt` of the leader `decode`. Earlier attempts end, whatever they have
+        committed."""
+        self._owner.post(events.PlaceRoom(self.key, attempt, decode))
 
 
 class KVReceiver(_Handle):
@@ -178,13 +178,15 @@ class Handles(ABC):
     def __init__(self, clock: Clock, threads: Executor | None = None) -> None:
         self.clock = clock
         self.handles: dict[RoomKey, KVSender | KVReceiver] = {}
+        #: why nothing is delivered any more
+        self.ended: SegueError | None = None
         self._waits = Waits(threads or ThreadPerCall("segue-ready"))
         self._numbers = count(1)
         #: events that a caller still holds, by number
         self.moments: WeakValueDictionary[int, ReadyEvent] = WeakValueDictionary()
 
     @abstractmethod
-    def post(self, *batch: events.Event) -> None:
+    def post(self, *batch: events.EngineEvent) -> None:
         """Deliver events to the protocol, in this order; does not block."""
 
     def ready(self) -> ReadyEvent:
@@ -225,8 +227,8 @@ class Handles(ABC):
         registry is told that this DP rank has the room, for a decode that was not told and cannot infer it.
 
         `budget_s` is a finite number, `prompt_tokens` the same on both sides. Raises InvalidRequest for
-        another `budget_s` and for a `key` that has a handle already. A room that was used already, and more
-        than `Limits.max_transfers`, fail at once.
+        another `budget_s` and for a `key` that has a handle already, Internal when the I/O thread has ended.
+        A room that was used already, and more than `Limits.max_transfers`, fail at once.
         """
         deadline = self._deadline(budget_s)
         sender = self._remember(key, KVSender(self, key))
@@ -253,16 +255,15 @@ class Handles(ABC):
         claim: bytes = b"",
         prefill_dp_rank: int | None = None,
         force_query: bool = False,
-        replaces: int | None = None,
         placed: bool = True,
     ) -> KVReceiver:
         """Begin the decode half of a room, which ends after `budget_s` seconds at the latest.
 
         If `prefill` leaves the DP rank open (`LeaderId.is_open`), it is found first: `prefill_dp_rank` is the
         one that the request names; otherwise, or always with `force_query`, it is inferred from
-        `prefill_instances` or the registry is asked. `claim` as in `expect`. `replaces` is the attempt at
-        this room that ends in favour of this one. If prefill's room does not name us as its decode leader,
-        say that it is not `placed`: prefill then hears from here of a failure before KV has come.
+        `prefill_instances` or the registry is asked. `claim` as in `expect`. If prefill's room does
+        not name us as its decode leader, say that it is not `placed`: prefill then hears from here of a
+        failure before KV has come.
         """
         deadline = self._deadline(budget_s)
         receiver = self._remember(key, KVReceiver(self, key))
@@ -274,7 +275,6 @@ class Handles(ABC):
             claim=claim,
             hint=prefill_dp_rank,
             force_query=force_query,
-            replaces=replaces,
             placed=placed,
         )
         self.post(event)
@@ -301,6 +301,9 @@ class Handles(ABC):
     def _remember(self, key: RoomKey, handle: HandleT) -> HandleT:
         if self.handles.setdefault(key, handle) is not handle:
             raise InvalidRequest(f"room {key} is in use; each request needs a room of its own", room=key.room)
+        if self.ended is not None:
+            del self.handles[key]
+            raise self.ended.info.exception()
         return handle
 
 

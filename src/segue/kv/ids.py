@@ -200,12 +200,3 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     def __len__(self) -> int:
         return self.end - self.start
-
-
-class FinishReason(enum.StrEnum):
-    """Why a generation ended without an error."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    TOOL_CALLS = "tool_calls"
-    ABORT = "abort"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from segue.kv.errors import Internal, SegueError
 from segue.kv.session.event_loop import EventLoop
 
 T = TypeVar("T")
+
+log = logging.getLogger("segue.kv")
 
 #: See `LoopIo.wait`.
 SLICE_S = 0.5
@@ -28,6 +32,8 @@ class MonotonicClock:
 class Io(Protocol):
     """The loop that runs sockets, timers and the protocol; `IoThread` in a process."""
 
+    on_end: Callable[[SegueError], None]
+
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
     @property
@@ -40,10 +46,12 @@ class Io(Protocol):
 
 
 class LoopIo:
-    """Operations on an event loop that any other thread may call."""
+    """Operations on an event loop that any other thread may call. `on_end` is called once, on the loop's
+    thread, when the loop has stopped, whatever stopped it; it is closed then."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.on_end: Callable[[SegueError], None] = lambda _: None
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Run `function` on the loop soon; from any thread; ignored once the loop is closed."""
@@ -97,6 +105,7 @@ class IoThread(LoopIo):
         if on_error is not None:
             self.loop.set_exception_handler(lambda _loop, context: on_error(context))
         self._stopped = asyncio.Event()
+        self._ended = False
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="segue-io", daemon=True)
 
@@ -108,7 +117,7 @@ class IoThread(LoopIo):
     @property
     def running(self) -> bool:
         """The thread has been started and the loop not ended."""
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._ended
 
     def stop(self) -> None:
         """Cancel what still runs, end the loop and its thread. Idempotent."""
@@ -120,7 +129,16 @@ class IoThread(LoopIo):
 
     def _run(self) -> None:
         with self._runner:
-            self._runner.run(self._until_stopped())
+            reason = "it was stopped"
+            try:
+                self._runner.run(self._until_stopped())
+            except BaseException as error:  # a callback's exit, or a loop that broke
+                log.critical("the I/O thread ends", exc_info=error)
+                reason = repr(error)
+            self._ended = True
+            self.on_end(
+                Internal(f"the thread of the KV hand-off has ended ({reason}); start this process again")
+            )
 
     async def _until_stopped(self) -> None:
         self._started.set()

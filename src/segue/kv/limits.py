@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-#: Times that one request is placed in all, the first included, when workers fail.
-MAX_ATTEMPTS = 4
-
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one process. All are positive (else ValueError); times in seconds, sizes in bytes."""
@@ -46,8 +43,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 8 * 2**20
     #: requests that wait in one instance
     max_queue: int = 1024
-    #: tickets remembered until their deadline, so that none is used twice
-    max_spent_tickets: int = 2**18
     #: sequences computed in one step
     max_batch: int = 64
     #: time for open requests to end when an instance drains

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+from msgspec import structs
+
 from segue.kv.alarm import Alarm
 from segue.kv.clock import Clock
 from segue.kv.config import COUNTERPART, HOST, KVConfig, LeaderRuntime
@@ -24,11 +26,11 @@ from segue.kv.errors import (
     TransferFailed,
 )
 from segue.kv.handles import Handles, OnChange
-from segue.kv.ids import ChecksumMode, Incarnation, LeaderId, RankId, Role, RoomKey, TransferId
+from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, RankId, Role, RoomKey, TransferId
 from segue.kv.io import MonotonicClock
 from segue.kv.peers import Compatibility, PathSpeed, Peer
 from segue.kv.protocol import events
-from segue.kv.protocol.messages import HANDOFF_VERSIONS, HandoffMessage, LeaderInfo, PathMessage
+from segue.kv.protocol.messages import HANDOFF_VERSIONS, HandoffMessage, LeaderInfo, PathChosen
 from segue.kv.protocol.room_ranks import PrefillInstance
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S, Rank, local_rank
 from segue.kv.ranks.rank_group import PeerRoute, Ranks
@@ -53,7 +55,8 @@ class KVManager(Handles):
     `pool` is the memory of the replica's one rank, laid out as `config.spec` says (`allocate`, `pool_of`), or
     a list of its ranks (`local_rank`, `WorkerRank`). `on_change` is called on the I/O thread with each
     `Change` of a hand-off, after its handle is up to date; it must not block or raise. `on_rank_lost` is
-    called there once when a rank cannot go on: all hand-offs end, none begins, and the replica should end.
+    called there once when a rank cannot go on, or that thread has ended: all hand-offs end, none begins, and
+    the replica should end.
     `others` handles the sessions of peers with other roles, `clock` and `runtime` are for tests and the
     simulator.
 
@@ -75,6 +78,7 @@ class KVManager(Handles):
         super().__init__(clock or MonotonicClock(), runtime.connecting("segue-ready"))
         self.plane = ControlPlane(config, {**others, COUNTERPART[config.role]: self}, runtime)
         self.io = self.plane.io
+        self.plane.on_lost = self._io_lost
         self._on_change = on_change
         self._peers: dict[LeaderId, Peer] = {}
         #: grants that were carried out a moment ago
@@ -97,7 +101,6 @@ class KVManager(Handles):
             ranks=[rank.spec for rank in ranks],
             endpoints=self._ranks.endpoints,
             max_transfers=config.limits.max_transfers,
-            scratch=self._ranks.scratch,
             checksums=self._ranks.checksums,
             unchecked=config.kv_checksum is ChecksumMode.OFF,
         )
@@ -115,9 +118,6 @@ class KVManager(Handles):
             config.limits,
             self.compatibility,
             self._ranks,
-            self.io,
-            runtime,
-            self.exchange.new_epoch,
         )
         self.queries = RoomQueries(config.me, self.io, self._handle)
 
@@ -172,6 +172,11 @@ class KVManager(Handles):
         """
         self.io.post(self.plane.keep_session, leader, host, port, partial(self._peer_refused, leader))
 
+    def meet_peer(self, leader: LeaderId, host: str, port: int) -> None:
+        """Open a session to this leader once, if there is none: who placed a request there has named it
+        before our registry has. On the I/O thread."""
+        self.plane.meet(leader, host, port, partial(self._peer_refused, leader))
+
     def remove_peer(self, leader: LeaderId) -> None:
         """Do not dial this leader any more. An open session goes on."""
         self.io.post(self.plane.drop_session, leader)
@@ -218,8 +223,15 @@ class KVManager(Handles):
         try:
             effects = self._decide(event, now)
         except Exception as exc:
-            effects = self.exchange.decided
-            end = self._undecided(event, typed(exc, f"handling {type(event).__name__}"))
+            effects, error = self.exchange.decided, typed(exc, f"handling {type(event).__name__}")
+            if (
+                isinstance(event, events.ExpectRoom | events.OpenReceiver)
+                and not effects
+                and not self.exchange.holds(event.key)
+            ):
+                effects = events.refusal(event, error.info, held=False)  # there is no half that could end
+            else:
+                end = self._undecided(event, error)
         for effect in effects:
             try:
                 self._carry_out(effect)
@@ -330,7 +342,8 @@ class KVManager(Handles):
                     # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
                     self.io.loop.call_soon(self._digest, effect)
             case events.Phase() | events.Release() | events.Quarantined():
-                self._tell_engine(effect)
+                if self.ended is None:
+                    self._tell_engine(effect)
             case events.AskRoom() | events.RegisterRoom() | events.RoomSettled():
                 self.queries.carry_out(effect)
             case _:
@@ -408,6 +421,17 @@ class KVManager(Handles):
             self._handle(events.EndRoom(key, error.info))
         self._on_rank_lost(error)
 
+    def _io_lost(self, error: SegueError) -> None:
+        """The I/O thread has ended. All hand-offs fail here; their pages are not released, for transports may
+        still read and write. Peers hear it from their sessions."""
+        log.error("%s", error)
+        self.ended = error  # before the halves are looked at: one that begins now finds it
+        for key, handle in list(self.handles.items()):
+            if not handle.poll().terminal:
+                info = structs.replace(error.info, room=key.room)
+                self._tell_engine(events.Phase(key, KVPoll.FAILED, error=info))
+        self._on_rank_lost(error)
+
     def _moved(self, rank: int, name: str, event: transport_base.TransportEvent) -> None:
         if self._closed:
             return  # nothing is asked of ranks any more
@@ -417,8 +441,8 @@ class KVManager(Handles):
             return
         if isinstance(event, transport_base.PeerGone):
             peer = self._peers.get(leader)
-            # A path of an earlier session, or one that was only measured, says nothing of the one in use.
-            other = self._ranks.transport_to(leader) not in (None, name) or (peer and peer.choosing)
+            # A path of an earlier session, or one that was only tried, says nothing of the one in use.
+            other = self._ranks.transport_to(leader) not in (None, name) or (peer and peer.opening)
             if event.proven and (other or not self._ranks.died(event.peer)):
                 for fence in self.exchange.unproven_fences(leader, name):  # can be proven now, maybe
                     self._fence_again(fence, self._ranks.route_over(name, leader))
@@ -450,9 +474,8 @@ class KVManager(Handles):
                 peer.session.close(error)
 
     def paths(self) -> dict[str, PathSpeed]:
-        """The traffic on the path to each live peer, by its name; peers that are still choosing a transport
-        have none."""
-        return {str(leader): peer.speed for leader, peer in list(self._peers.items()) if not peer.choosing}
+        """The traffic on the path to each live peer, by its name; none while its paths are opened."""
+        return {str(leader): peer.speed for leader, peer in list(self._peers.items()) if not peer.opening}
 
     # ---- sessions with peer leaders (SessionHandler) -----------------------------------------
 
@@ -467,30 +490,21 @@ class KVManager(Handles):
     def opened(self, session: Session) -> None:
         """Open the path to its memory, then tell the protocol."""
         joined, leader = self.compatibility.checked(session.peer), session.peer.leader
-        plan, transport = joined.plan, joined.transport
-        speed = PathSpeed(transport)
+        plan = joined.plan
         peer = Peer(
             session,
             joined.info,
-            transport,
-            speed,
+            joined.names,
             plan,
-            joined.probe,
+            self.io.loop.create_future(),
             checksum=joined.checksum,
             version=joined.version,
         )
         self._peers[leader] = peer
         needed = self._peers.keys() | self.exchange.peers()
-        self._ranks.choose(leader, transport, plan.pairs, needed, plan.relays)
-        if peer.probe is not None:
-            peer.word = self.io.loop.create_future()
-        if peer.probe is not None or self._ranks.writes_for(leader):
-            name = f"opening the paths for {leader}"
-            peer.opening = background(
-                self._open_paths(peer), name=name, failed=session.close, loop=self.io.loop
-            )
-        else:
-            self._ready(peer)
+        self._ranks.choose(leader, peer.transport, plan.pairs, needed, plan.relays)
+        name = f"opening the paths for {leader}"
+        peer.opening = background(self._open_paths(peer), name=name, failed=session.close, loop=self.io.loop)
 
     async def _open_paths(self, peer: Peer) -> None:
         await self.opening.open(peer)
@@ -512,8 +526,9 @@ class KVManager(Handles):
         peer = self._peers.get(session.peer.leader)
         if peer is None or peer.session is not session:
             return
-        if isinstance(message, PathMessage):
-            peer.on_path_message(message)
+        if isinstance(message, PathChosen) and self.config.role is Role.DECODE:
+            if not peer.chosen.done():  # a repeated one changes nothing
+                peer.chosen.set_result(message.transport)
         elif not isinstance(message, HandoffMessage):
             session.close(TransferFailed(f"{type(message).__name__} is no message between leaders"))
         elif peer.opening is not None:

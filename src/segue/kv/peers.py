@@ -12,12 +12,10 @@ from segue.kv.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused
 from segue.kv.ids import ChecksumKind, Role
 from segue.kv.layout.planner import PairPlan, plan_pair
 from segue.kv.model_match import model_difference
-from segue.kv.path_figures import PathCandidate, PathChoice
-from segue.kv.protocol.messages import HANDOFF_VERSIONS, HandoffMessage, LeaderInfo, PathMessage
+from segue.kv.protocol.messages import HANDOFF_VERSIONS, HandoffMessage, LeaderInfo
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.transport.base import Endpoint
-from segue.kv.transport.kinds import KINDS, USABLE, TransportKinds
-from segue.kv.transport.probe import PageShape, Scratch, page_shape
+from segue.kv.transport.kinds import KINDS, TransportKinds
 from segue.kv.versions import Versions
 
 log = logging.getLogger("segue.kv")
@@ -32,12 +30,11 @@ BETWEEN = 64
 @dataclass(slots=True)
 class PathSpeed:
     """The writes to one peer over `transport`: `nbytes` in `seconds`, each write counted from its call until
-    it landed. `choice` says why this transport was taken; None without a probe, and on decode."""
+    it landed."""
 
     transport: str
     nbytes: int = 0
     seconds: float = 0.0
-    choice: PathChoice | None = None
 
     @property
     def bytes_per_s(self) -> float:
@@ -52,53 +49,35 @@ class PathSpeed:
         return before < MEASURED_BYTES <= self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """The measurement that two leaders with a choice make: the transports `names`, the preferred one first,
-    between the rank `source` of prefill and the rank `target` of decode, in pages of `shape`. `left_out` are
-    the transports that only one side offers, or that do not connect these ranks."""
-
-    names: list[str]
-    left_out: list[PathCandidate]
-    source: int
-    target: int
-    scratch: Scratch
-    shape: PageShape
-
-
 @dataclass(slots=True)
 class Peer:
-    """One live session to a peer leader. While `opening`, messages wait in `early`."""
+    """One live session to a peer leader, over one of the transports `names`. While `opening`, messages wait
+    in `early`."""
 
     session: Session
     info: LeaderInfo
-    transport: str
-    speed: PathSpeed
+    names: list[str]
     plan: PairPlan
-    #: If the pair may choose its transport: what it measures, and the peer's word. On prefill that is that it
-    #: may write, on decode the choice.
-    probe: Probe | None = None
+    #: on decode: the transport that prefill has chosen
+    chosen: asyncio.Future[str]
     opening: asyncio.Task[None] | None = None
     early: list[HandoffMessage] = field(default_factory=list)
-    word: asyncio.Future[PathMessage] | None = None
     checksum: ChecksumKind | None = ChecksumKind.XXH3
     #: version of the hand-off's messages
     version: int = HANDOFF_VERSIONS.newest
+    speed: PathSpeed = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.take(self.names[0])
 
     @property
-    def choosing(self) -> bool:
-        """Whether the transport is still being chosen; `transport` is the preferred one until then."""
-        return self.probe is not None and self.speed.choice is None
+    def transport(self) -> str:
+        """The transport in use; while `opening`, the one that is tried."""
+        return self.speed.transport
 
-    def take(self, choice: PathChoice) -> None:
-        """Use this choice from now on."""
-        self.transport = choice.transport
-        self.speed = PathSpeed(choice.transport, choice=choice)
-
-    def on_path_message(self, message: PathMessage) -> None:
-        """The peer's word about the choice. A late or repeated message changes nothing."""
-        if self.word is not None and not self.word.done():
-            self.word.set_result(message)
+    def take(self, transport: str) -> None:
+        """Use this transport from now on."""
+        self.speed = PathSpeed(transport)
 
     def measure(self, nbytes: int, seconds: float) -> None:
         """A write has landed. A slow path must not be taken silently: its speed is logged once, and shown
@@ -110,13 +89,13 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PeerPlan:
-    """A legal pair: what the peer said of itself, what both will use (transport, checksum, version of the
-    hand-off's messages), and what is copied from which rank to which."""
+    """A legal pair: what the peer said of itself, what both will use (one of the transports `names`, in
+    prefill's order; checksum; version of the hand-off's messages), and what is copied from which rank to
+    which."""
 
     info: LeaderInfo
-    transport: str
+    names: list[str]
     plan: PairPlan
-    probe: Probe | None = None
     checksum: ChecksumKind | None = ChecksumKind.XXH3
     version: int = HANDOFF_VERSIONS.newest
 
@@ -189,27 +168,13 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
         {name: [_endpoint(data) for data in of_ranks or [b""]] for name, of_ranks in i.endpoints.items()}
         for i in (prefill, decode)
     ]
-    choices = kinds.choices(endpoints[0], endpoints[1])
-    names = [name for name, reason in choices.items() if reason == USABLE]
-    if not names:
+    if not (names := kinds.common(endpoints[0], endpoints[1])):
         raise PeerRefused(
             f"no common transport: prefill offers {sorted(prefill.endpoints)}, "
             f"decode {sorted(decode.endpoints)}; start both sides with the same --transport, between "
             "hosts with tcp"
         )
-    probe = None
-    if len(prefill.scratch) == len(prefill.ranks) and len(decode.scratch) == len(decode.ranks):
-        # All ranks of a replica are on one host: one pair of them says what the others can do.
-        source, target = min(plan.pairs)
-        probe = Probe(
-            names,
-            [PathCandidate(transport=n, why_not=why) for n, why in choices.items() if why != USABLE],
-            source,
-            target,
-            Scratch(*decode.scratch[target]),
-            page_shape(prefill.ranks[source], decode.ranks[target]),
-        )
-    return PeerPlan(theirs, names[0], plan, probe, common_checksum(prefill, decode), version)
+    return PeerPlan(theirs, names, plan, common_checksum(prefill, decode), version)
 
 
 def common_checksum(prefill: LeaderInfo, decode: LeaderInfo) -> ChecksumKind | None:

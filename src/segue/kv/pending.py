@@ -1,4 +1,4 @@
-"""Unauthenticated connections, bounded in all and per address. Pure.
+"""Unauthenticated connections, bounded in all and per address, and what the log says of them. Pure.
 
 One more than fit closes an older one: the oldest of its own address if that has too many, else the oldest of
 the addresses that have most. So a flood has to outrun a handshake (milliseconds) of its own address, instead
@@ -7,11 +7,16 @@ of filling a table once; one from as many addresses as there are places has to o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final, Generic, TypeVar
 
 #: Unauthenticated connections of one listening socket.
 MAX_PENDING: Final = 128
+#: Seconds between two log lines of one reason to refuse a connection: more could fill a disk.
+REFUSED_S: Final = 60.0
+#: Reasons that are told apart; all others are one.
+MAX_REASONS: Final = 16
 
 ConnectionT = TypeVar("ConnectionT")
 
@@ -72,3 +77,24 @@ class PendingConnections(Generic[ConnectionT]):
 
     def _oldest_of(self, host: str) -> ConnectionT:
         return next(iter(self._of[host]))
+
+
+class Refusals:
+    """The log lines of refused connections: one for each reason in `REFUSED_S`, with the count of those that
+    had none."""
+
+    def __init__(self) -> None:
+        #: by reason: when it was logged last, and how many were not since
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def line(self, text: str, reason: str, now: float) -> str:
+        """The line for a refusal that `text` describes, "" if it gets none. `now` is in seconds."""
+        if len(self._seen) >= MAX_REASONS and reason not in self._seen:
+            self._seen = {each: seen for each, seen in self._seen.items() if now - seen[0] < REFUSED_S}
+            reason = reason if len(self._seen) < MAX_REASONS else ""
+        logged_at, unsaid = self._seen.get(reason, (-math.inf, 0))
+        if now - logged_at < REFUSED_S:
+            self._seen[reason] = logged_at, unsaid + 1
+            return ""
+        self._seen[reason] = now, 0
+        return text + (f"; {unsaid} more since the last such line" if unsaid else "")

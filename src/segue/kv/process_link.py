@@ -19,6 +19,8 @@ import msgspec
 from segue.kv.errors import DECODE_ERRORS, ErrorInfo, PeerLost, RequestTooLarge, SegueError, TransferFailed
 from segue.kv.io import Io, IoThread
 from segue.kv.limits import Limits
+from segue.kv.ready import ReadyEvent
+from segue.kv.session.keepalive import Keepalive
 
 HEAD = struct.Struct("!I")
 #: More than the blocks of any chunk, the pages of any prompt, or any step takes: 64 sequences of 4,096 tokens
@@ -28,15 +30,12 @@ MAX_BYTES = 64 * 2**20
 OPEN_S = 10.0
 
 
-def _plain(value: Any) -> ErrorInfo:
+def _plain(value: Any) -> ErrorInfo | int:
     if isinstance(value, SegueError):
         return value.info
+    if isinstance(value, ReadyEvent):
+        return value.number
     raise NotImplementedError(f"{type(value).__name__} in a message between two processes")
-
-
-def _error(kind: type, value: Any) -> SegueError:
-    assert kind is SegueError
-    return msgspec.convert(value, ErrorInfo).exception()
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
@@ -58,13 +57,25 @@ class PongAnswer(msgspec.Struct, frozen=True, tag=True):
     """Yes."""
 
 
-class Frames:
-    """Bytes in, messages out: those of the union `kinds`, and the link's own."""
+def _no_ready_event(_number: int) -> ReadyEvent:
+    raise ValueError("this end of the link knows no ReadyEvent")
 
-    def __init__(self, kinds: Any) -> None:
+
+class Frames:
+    """Bytes in, messages out: those of the union `kinds`, and the link's own. A `ReadyEvent` travels as its
+    number, for which `ready_event` gives that of this end."""
+
+    def __init__(self, kinds: Any, ready_event: Callable[[int], ReadyEvent] = _no_ready_event) -> None:
         kinds = kinds | PingCommand | PongAnswer
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds, dec_hook=_error)
+        self._ready_event = ready_event
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds, dec_hook=self._read)
         self._buffer = bytearray()
+
+    def _read(self, kind: type, value: Any) -> Any:
+        if kind is ReadyEvent:
+            return self._ready_event(msgspec.convert(value, int))
+        assert kind is SegueError
+        return msgspec.convert(value, ErrorInfo).exception()
 
     def feed(self, data: bytes) -> list[Any]:
         """The messages that are complete now. Raises TransferFailed for bytes that are no message."""
@@ -89,7 +100,8 @@ class ProcessLink(asyncio.Protocol):
     end `name`. `kinds` is the union of the tagged msgspec structs that the other end sends.
 
     At most `limits.max_session_backlog_bytes` wait for another end that does not read. `io` is the thread
-    that it lives on, by default one of its own.
+    that it lives on, by default one of its own. `received` and `ended` are as in `attach`, from the first
+    message on; without them a message that comes before `attach` is lost.
     """
 
     def __init__(
@@ -100,22 +112,26 @@ class ProcessLink(asyncio.Protocol):
         *,
         limits: Limits | None = None,
         io: Io | None = None,
+        received: Callable[[Any], None] | None = None,
+        ended: Callable[[SegueError, bool], None] | None = None,
     ) -> None:
         self.name = name
+        #: gives the `ReadyEvent` of this end for a number of the other end
+        self.ready_event: Callable[[int], ReadyEvent] = _no_ready_event
         self.limits = limits or Limits()
         self.io: Io = io or IoThread()
         self._own_io = io is None
-        self._frames = Frames(kinds)
-        self._received: Callable[[Any], None] | None = None
-        self._ended: Callable[[SegueError, bool], None] | None = None
+        self._frames = Frames(kinds, lambda number: self.ready_event(number))
+        self._received = received
+        self._ended = ended
         self._transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._heard_at = self._ping_due = 0.0
+        self._keepalive = Keepalive(self.io.loop, self.limits, self._ping, self._silent)
         #: why nothing is sent or heard any more; `_over`: the other end has closed
         self._error: SegueError | None = None
         self._over = False
         self._lost = asyncio.Event()
         if self._own_io:
+            self.io.on_end = self._io_ended
             self.io.start()
         self.io.call(self._open(sock), OPEN_S)
 
@@ -160,8 +176,7 @@ class ProcessLink(asyncio.Protocol):
         *,
         ping: bool = False,
     ) -> None:
-        """From now on `received` gets the messages; it must not raise. With `ping` the other
-        end must answer, or send something else, within `limits.peer_silence_s`.
+        """From now on `received` gets the messages; it must not raise. `ping`: see `watch`.
 
         `ended` is told why nothing can be sent or heard any more: first with False, when the other end is
         silent, does not read, or says nonsense; then, or at once, with True, when it has closed. Each at most
@@ -170,8 +185,14 @@ class ProcessLink(asyncio.Protocol):
         if self._error is not None:
             ended(self._error, self._over)
         elif ping:
-            self._heard_at = self.io.loop.time()
-            self._ping_later()
+            self.watch()
+
+    def watch(self) -> None:
+        """From now on the other end must answer, or send something else, within `limits.peer_silence_s`."""
+        if self._error is None:
+            self._keepalive.stop()
+            self._keepalive.heard_at = self.io.loop.time()
+            self._keepalive.start()
 
     def send(self, message: msgspec.Struct) -> None:
         """Like `post`, at once."""
@@ -180,7 +201,7 @@ class ProcessLink(asyncio.Protocol):
     def detach(self) -> None:
         """Tell nobody of anything any more."""
         self._received = self._ended = None
-        self._stop_timer()
+        self._keepalive.stop()
 
     def send_frame(self, frame: bytes) -> None:
         """Send what `encode` gave, at once."""
@@ -201,7 +222,7 @@ class ProcessLink(asyncio.Protocol):
         """See `asyncio.Protocol`."""
         if self._error is not None:
             return
-        self._heard_at = self.io.loop.time()
+        self._keepalive.heard_at = self.io.loop.time()
         try:
             messages = self._frames.feed(data)
         except SegueError as error:
@@ -228,36 +249,28 @@ class ProcessLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._lost.set()
-        self._stop_timer()
+        self._keepalive.stop()
         if not self._over:
             self._over = True
             self._end(PeerLost(f"{self.name} has ended"))
 
+    def _io_ended(self, error: SegueError) -> None:
+        if self._error is None:
+            self._end(error)
+
     # ---- inside ----------------------------------------------------------------------------------
 
     def _ping(self) -> None:
-        now = self.io.loop.time()
-        if now > self._ping_due + self.limits.keepalive_s:
-            self._heard_at = now  # it was we who stood still: what it said meanwhile is still to be read
-        silent_s = now - self._heard_at
-        if silent_s > self.limits.peer_silence_s:
-            self._end(PeerLost(f"{self.name} has said nothing for {silent_s:.1f} s"))
-            return
+        self._keepalive.sent_at = self.io.loop.time()
         self.send(PingCommand())
-        self._ping_later()
 
-    def _ping_later(self) -> None:
-        self._ping_due = self.io.loop.time() + self.limits.keepalive_s
-        self._timer = self.io.loop.call_later(self.limits.keepalive_s, self._ping)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def _silent(self, silence_s: float) -> None:
+        self._end(PeerLost(f"{self.name} has said nothing for {silence_s:.1f} s"))
 
     def _end(self, error: SegueError) -> None:
         if self._error is None:
             self._error = error
-            self._stop_timer()
+            self._keepalive.stop()
         elif not self._over:
             return
         if self._ended is not None:

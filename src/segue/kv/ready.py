@@ -14,7 +14,8 @@ from segue.kv.errors import SegueError, TransferFailed
 
 
 class Waiter(Protocol):
-    """Runs `wait`, which blocks, on a thread that may wait, and then tells `ended` what it has raised."""
+    """Runs `wait`, which blocks, on a thread that may wait. Then it tells `ended`, which must not raise, what
+    `wait` has raised, or why it was not called. Raises nothing."""
 
     def __call__(
         self, wait: Callable[[], object], ended: Callable[[BaseException | None], None], /
@@ -47,16 +48,18 @@ class ReadyEvent:
 
     def signal(self, wait: Callable[[], object] | None = None) -> None:
         """The KV is complete now; or, with `wait`, once that returns: it is called on another thread, and
-        blocks until then (`torch.cuda.Event.synchronize`). If it raises, the chunk fails. From any thread;
-        the first time counts. Raises OutOfCapacity if too many wait at once."""
+        blocks until then (`torch.cuda.Event.synchronize`), after those that were given before. If it raises,
+        or too many wait already (OUT_OF_CAPACITY), the chunk fails. From any thread; the first time counts.
+        Raises nothing."""
         if wait is None:
             self.end(None)
         else:
             self._waiter(wait, self._waited)
 
     def _waited(self, error: BaseException | None) -> None:
-        text = f"what a chunk was to wait for has failed: {error!r}"
-        self.end(None if error is None else TransferFailed(text))
+        if error is not None and not isinstance(error, SegueError):
+            error = TransferFailed(f"what a chunk was to wait for has failed: {error!r}")
+        self.end(error)
 
     def end(self, error: SegueError | None) -> None:
         """The moment has come, or never will, because of `error`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -102,30 +103,61 @@ class ThreadPerCall(Executor):
         return future
 
 
-#: Calls of one leader, or of one rank's process, that wait at once.
-MAX_WAITS = 1024
+#: Calls of one leader, or of one rank's process, that wait for their turn.
+MAX_WAITS = 16_384
+
+Ended = Callable[[BaseException | None], None]
 
 
 class Waits:
-    """Runs calls that block until something has happened, each on a thread of `threads`; at most `MAX_WAITS`
-    at once, for one that never returns keeps its thread."""
+    """Runs calls that block until something has happened, in their order on one thread of `threads`, which
+    ends when none is left. Equal calls in a row, such as those that wait for a whole device, are one. At most
+    `MAX_WAITS` wait for their turn."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
-        self._free = threading.Semaphore(MAX_WAITS)
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Callable[[], object], Ended]] = deque()
+        self._runs = False
 
-    def __call__(self, wait: Callable[[], object], ended: Callable[[BaseException | None], None], /) -> None:
-        """See `ready.Waiter`. Raises OutOfCapacity, and what `start_thread` does."""
-        if not self._free.acquire(blocking=False):
-            raise OutOfCapacity(f"{MAX_WAITS} chunks wait for their KV already")
-        try:
-            future = self._threads.submit(wait)
-        except BaseException:
-            self._free.release()
-            raise
+    def __call__(self, wait: Callable[[], object], ended: Ended, /) -> None:
+        """See `ready.Waiter`."""
+        with self._lock:
+            full = len(self._waiting) >= MAX_WAITS
+            if not full:
+                self._waiting.append((wait, ended))
+            begins, self._runs = not self._runs, True
+        if full:
+            ended(OutOfCapacity(f"{MAX_WAITS} chunks wait for their KV already"))
+        if begins:
+            try:
+                self._threads.submit(self._run)
+            except BaseException as error:
+                while waiting := self._next():
+                    _end(waiting[1], error)
 
-        def done(future: Future[object]) -> None:
-            self._free.release()
-            ended(future.exception())
+    def _run(self) -> None:
+        while waiting := self._next():
+            wait, told = waiting
+            failure: BaseException | None = None
+            try:
+                wait()
+            except BaseException as error:
+                failure = error
+            _end(told, failure)
 
-        future.add_done_callback(done)
+    def _next(self) -> tuple[Callable[[], object], list[Ended]] | None:
+        """The call whose turn it is, and who is told of its end; None: nobody waits."""
+        with self._lock:
+            if not self._waiting:
+                self._runs = False
+                return None
+            wait, told = self._waiting[0][0], []
+            while self._waiting and self._waiting[0][0] == wait:
+                told.append(self._waiting.popleft()[1])
+            return wait, told
+
+
+def _end(told: list[Ended], error: BaseException | None) -> None:
+    for ended in told:
+        ended(error)

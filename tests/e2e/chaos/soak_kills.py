@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import httpx
+import httpx2 as httpx
 from cluster import MODEL, Cluster
 from holdings import REGISTRY_MORE, State
 from traffic import TYPED, Ask, Result, stream

@@ -8,7 +8,7 @@ import re
 import time
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 import soak_kills
 import traffic

@@ -1,18 +1,72 @@
-"""Children of `segue serve` that are killed, one after the other, while clients stream."""
+"""A child of `segue serve` that is killed while clients stream: it is started again, and its successor serves
+what was in flight."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import shutil
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import traffic
 from served import Served
-from test_serve_restart import SERVE, assert_nobody_notices, kill, results_of, serving
 from tiny_model import VOCAB
 
 pytestmark = [pytest.mark.timeout(400)]
+
+SERVE = ("--dtype", "float32", "--kv-gib", "0.05", "--threads-per-worker", "1", "--port", "0")
+
+
+def serving(tiny: Path, *flags: str) -> Served:
+    return Served("--model", str(tiny), "--served-model-name", "tiny", *SERVE, *flags)
+
+
+def pid_of(served: Served, name: str) -> int:
+    return int(re.findall(rf"event=started child={re.escape(name)} pid=(\d+)", served.log())[-1])
+
+
+def kill(served: Served, name: str) -> None:
+    os.kill(pid_of(served, name), signal.SIGKILL)
+
+
+def results_of(
+    url: str, asks: Sequence[traffic.Ask], meanwhile: Callable[[], object] = lambda: None
+) -> list[traffic.Result]:
+    """The results of `asks`; `meanwhile` is called when one of them has a token, then all are sent again."""
+
+    async def run() -> list[traffic.Result]:
+        first = asyncio.Event()
+
+        def begin() -> list[asyncio.Task[traffic.Result]]:
+            return [
+                asyncio.create_task(traffic.stream(url, "tiny", ask, first=first, within_s=120))
+                for ask in asks
+            ]
+
+        running = begin()
+        await first.wait()
+        meanwhile()
+        running += begin()
+        return list(await asyncio.gather(*running))
+
+    return asyncio.run(run())
+
+
+def assert_nobody_notices(served: Served, victim: str, *, longest: int = 300, max_tokens: int = 600) -> None:
+    """Every stream that ran when `victim` was killed, and every one that came while it was away, ends with
+    the tokens that it would have had."""
+    asks = traffic.asks(5, 4, vocab=VOCAB - 8, longest=longest, max_tokens=max_tokens)
+    before = results_of(served.url, asks)
+    assert [(r.error, r.text) for r in before if r.error] == []
+    again = len(re.findall(rf"event=serves_again child={re.escape(victim)}", served.log()))
+    after = results_of(served.url, asks, lambda: kill(served, victim))
+    assert [(r.error, r.text) for r in after if r.error] == []
+    assert [r.tokens for r in after] == [r.tokens for r in before]
+    served.logged(re.compile(rf"event=serves_again child={re.escape(victim)}"), again + 1)
 
 
 def test_the_only_prefill_and_then_the_only_decode_are_killed(tiny: Path) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from ports import HeldPort
-from segue.integrations.vllm.vllm_orders import SessionAddress
-from segue.integrations.vllm.vllm_params import ReceiveParams, SendParams, parse_params
-from segue.integrations.vllm.vllm_query import RankDirectory, serve_query
-from segue.kv import BootstrapUnreachable, ConfigError, new_incarnation
+from segue.integrations.vllm.vllm_params import PeerAddress, ReceiveParams, SendParams, parse_params
+from segue.integrations.vllm.vllm_query import QueryServer, RankDirectory
+from segue.kv import BootstrapUnreachable, ConfigError, LeaderId, new_incarnation
 
 base = pytest.importorskip("ray.llm._internal.serve.engines.vllm.kv_transfer.base", exc_type=ImportError)
 
@@ -54,16 +53,16 @@ def test_prefill_and_decode_of_one_request_meet_below_rays_base_class(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held, ranks = HeldPort(), RankDirectory()
-    ranks.add(0, SessionAddress(new_incarnation(), 0, "127.0.0.1", 4444, False))
+    ranks.add(0, PeerAddress(LeaderId(new_incarnation()), "127.0.0.1", 4444))
     extra = {"host": "127.0.0.1", "query_port": held.port}
 
     async def published() -> dict[str, str]:
-        server = await serve_query("127.0.0.1", held.port, ranks, b"")
+        server = QueryServer("127.0.0.1", held.port, ranks)
+        await server.open()
         try:
             return dict(await asyncio.to_thread(prefill.replica_metadata))
         finally:
-            server.close()
-            await server.wait_closed()
+            await server.close()
 
     prefill, decode = backend("kv_producer", extra, monkeypatch), backend("kv_consumer", {}, monkeypatch)
     assert isinstance(prefill, base.BaseConnectorBackend)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from segue.integrations.ray.ray_params import connector_config, decode_params, prefill_params, published
-from segue.integrations.vllm.vllm_orders import SessionAddress
 from segue.integrations.vllm.vllm_params import (
     PeerAddress,
     ReceiveParams,
@@ -23,7 +22,7 @@ QUERY = "http://10.0.0.7:9003"
 def test_both_sides_meet_in_one_room_at_the_published_address() -> None:
     leader = LeaderId(new_incarnation())
     ranks = RankDirectory()
-    ranks.add(0, SessionAddress.of(PeerAddress(leader, "10.0.0.7", 4444)))
+    ranks.add(0, PeerAddress(leader, "10.0.0.7", 4444))
     peer = published(ranks.answer(), QUERY)
     assert peer["segue_engine_id"] == engine_id(leader)
     sends, receives = parse_params(prefill_params("t1")), parse_params(decode_params("t1", peer))

@@ -33,6 +33,9 @@ def test_each_part_gets_the_entries_at_the_top_and_those_of_its_table() -> None:
     assert all("--dtype=float32" in flags(part.config) for part in made.instances)
     assert (made.frontend.replicas, made.frontend.config.port) == (1, 0)
     assert (made.registry, made.registry_port, made.pair) == (None, 8998, ())
+    assert "--allowed-hosts=*" in flags(made.frontend.config), "Ray's proxy has the names of its own"
+    named = plan({**TWO, "frontend": {"allowed_hosts": "ray.example"}})
+    assert "--allowed-hosts=ray.example" in flags(named.frontend.config)
 
 
 def test_threads_and_cpus_follow_from_each_other() -> None:

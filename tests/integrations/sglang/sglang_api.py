@@ -33,6 +33,8 @@ CLASSES = {
 #: functions and methods that are hooked, overridden or called by a private name
 NAMES = {
     "disaggregation/common/conn.py": (
+        "_get_bootstrap_session",
+        "CommonKVManager._get_prefill_recompute_session",
         "CommonKVManager._register_topology_row",
         "CommonKVManager._fail_prefill_recompute",
         "CommonKVReceiver._get_bootstrap_info_from_server",

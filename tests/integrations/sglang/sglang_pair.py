@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 
+from segue.integrations.prompt_claim import ClaimedPrompt
 from segue.integrations.sglang.sglang_handoffs import (
     Intake,
     PrefillRow,
@@ -44,8 +46,15 @@ def kv_args(buffers: Sequence[np.ndarray], **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**args, **changes})
 
 
+def prompt_of(tokens: int, first: int = 0, **more: Any) -> ClaimedPrompt:
+    """A prompt of so many tokens, the first of which tells it apart."""
+    return ClaimedPrompt(tokens=range(first, first + tokens), **more)
+
+
 class Rank:
-    """One scheduler rank: its memory, and its hand-offs."""
+    """One scheduler rank: its memory, and its hand-offs. `ranks_end` closes it."""
+
+    made: ClassVar[list[Rank]] = []
 
     def __init__(
         self,
@@ -60,6 +69,7 @@ class Rank:
         model: str = "m",
         on_device: bool = False,
     ) -> None:
+        Rank.made.append(self)
         count = LAYERS if mla else 2 * LAYERS
         self.kv = [np.zeros((PAGES, PAGE * ROW), np.uint8) for _ in range(count)]
         self.output_ids = np.zeros((SLOTS, 16), np.int32)
@@ -88,11 +98,11 @@ class Rank:
         [buffer] = [buffer for buffer in self.kv if buffer.ctypes.data == address]
         return Region(address, nbytes, "cpu:0", owner=torch.from_numpy(buffer))
 
-    def sender(self, room: int, tokens: int, hint: int | None = None, digest: bytes = b"") -> SenderHalf:
-        return SenderHalf(self.handoffs, room, Intake(tokens, hint, digest))
+    def sender(self, room: int, tokens: int = PAGE, hint: int | None = None, **prompt: Any) -> SenderHalf:
+        return SenderHalf(self.handoffs, room, Intake(prompt_of(tokens, **prompt), hint))
 
-    def receiver(self, room: int, digest: bytes = b"") -> ReceiverHalf:
-        return ReceiverHalf(self.handoffs, ADDRESS, room, digest)
+    def receiver(self, room: int, tokens: int = PAGE, **prompt: Any) -> ReceiverHalf:
+        return ReceiverHalf(self.handoffs, ADDRESS, room, prompt_of(tokens, **prompt))
 
     def compute(self, pages: Sequence[int], seed: int) -> None:
         """Write the KV of a prompt."""
@@ -105,6 +115,15 @@ class Rank:
 
     def close(self) -> None:
         self.handoffs.close()
+
+
+@pytest.fixture(autouse=True)
+def ranks_end() -> Iterator[None]:
+    """Close the ranks that a test has made."""
+    yield
+    for rank in Rank.made:
+        rank.close()
+    Rank.made.clear()
 
 
 def agreed(halves: Sequence[SenderHalf | ReceiverHalf]) -> SglPoll:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+import threading
+from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sglang_pair import PAGE, Rank, agreed, at_rest, wait_for
+from sglang_pair import ADDRESS, PAGE, PAGES, Rank, agreed, at_rest, wait_for
+from sglang_pair import ranks_end as ranks_end  # a fixture
 
-from segue.integrations.sglang.sglang_handoffs import PrefillRow, RankHooks, ReceiverHalf, SenderHalf
-from segue.integrations.sglang.sglang_phases import SglPoll
-from segue.kv import DpRanks, Role, TransferFailed, new_room
+from segue.integrations.prompt_claim import ClaimedPrompt, Media
+from segue.integrations.sglang.sglang_handoffs import (
+    Intake,
+    PrefillRow,
+    RankHooks,
+    ReceiverHalf,
+    SenderHalf,
+)
+from segue.integrations.sglang.sglang_phases import RoomUses, SglPoll, digest_of
+from segue.kv import DpRanks, ErrorCode, KVPoll, Role, RoomKey, TransferFailed, new_room
 
 #: what SGLang's queues accept
 BOOTSTRAP = {SglPoll.FAILED, SglPoll.BOOTSTRAPPING, SglPoll.WAITING_FOR_INPUT}
@@ -19,11 +30,8 @@ INFLIGHT = {SglPoll.FAILED, SglPoll.WAITING_FOR_INPUT, SglPoll.TRANSFERRING, Sgl
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Rank, Rank]]:
-    prefill, decode = Rank(Role.PREFILL), Rank(Role.DECODE)
-    yield prefill, decode
-    prefill.close()
-    decode.close()
+def pair() -> tuple[Rank, Rank]:
+    return Rank(Role.PREFILL), Rank(Role.DECODE)
 
 
 def publish(decode: Rank, receiver: ReceiverHalf, prefill: Rank, pages: list[int], prefix: int = 0) -> None:
@@ -59,7 +67,7 @@ def test_a_prompt_in_two_chunks_to_scattered_pages(mla: bool, on_device: bool) -
     source, target, room = [3, 4, 9, 1, 20], [7, 2, 3, 11, 12], new_room()
     prefill.compute(source, 1)
     prefill.output_ids[2, 0], prefill.rooms[2, 0] = 4711, room
-    sender, receiver = prefill.sender(room, 5 * PAGE - 3), decode.receiver(room)
+    sender, receiver = prefill.sender(room, 5 * PAGE - 3), decode.receiver(room, 5 * PAGE - 3)
     assert (sender.poll(), receiver.poll()) == (SglPoll.BOOTSTRAPPING, SglPoll.BOOTSTRAPPING)
     publish(decode, receiver, prefill, target)
     bootstrap(sender, receiver, 5)
@@ -72,15 +80,13 @@ def test_a_prompt_in_two_chunks_to_scattered_pages(mla: bool, on_device: bool) -
     sender.clear()
     receiver.clear()
     at_rest(prefill, decode)
-    prefill.close()
-    decode.close()
 
 
 def test_the_prefix_that_decode_has_is_not_sent(pair: tuple[Rank, Rank]) -> None:
     prefill, decode = pair
     room = new_room()
     prefill.compute(range(4), 1)
-    sender, receiver = prefill.sender(room, 4 * PAGE), decode.receiver(room)
+    sender, receiver = prefill.sender(room, 4 * PAGE), decode.receiver(room, 4 * PAGE)
     publish(decode, receiver, prefill, [8, 9], prefix=2 * PAGE)
     bootstrap(sender, receiver, 4)
     sender.send([0, 1, 2, 3])
@@ -92,7 +98,7 @@ def test_the_prefix_that_decode_has_is_not_sent(pair: tuple[Rank, Rank]) -> None
 def test_decode_aborts_and_gets_its_pages_back_by_proof(pair: tuple[Rank, Rank]) -> None:
     prefill, decode = pair
     room = new_room()
-    sender, receiver = prefill.sender(room, 4 * PAGE), decode.receiver(room)
+    sender, receiver = prefill.sender(room, 4 * PAGE), decode.receiver(room, 4 * PAGE)
     publish(decode, receiver, prefill, [1, 2, 3, 4])
     bootstrap(sender, receiver, 4)
     sender.send([0, 1])
@@ -127,7 +133,7 @@ def test_pages_of_a_failed_receiver_are_not_safe_before_the_proof(pair: tuple[Ra
 def test_a_failure_of_prefill_has_the_same_reason_on_both_sides(pair: tuple[Rank, Rank]) -> None:
     prefill, decode = pair
     room = new_room()
-    sender, receiver = prefill.sender(room, 4 * PAGE), decode.receiver(room)
+    sender, receiver = prefill.sender(room, 4 * PAGE), decode.receiver(room, 4 * PAGE)
     publish(decode, receiver, prefill, [1, 2, 3, 4])
     bootstrap(sender, receiver, 4)
     sender.fail(TransferFailed("ECC error on GPU 3"))
@@ -140,7 +146,7 @@ def test_a_failure_of_prefill_has_the_same_reason_on_both_sides(pair: tuple[Rank
 def test_a_senders_failure_is_told_after_its_ranks_fence(pair: tuple[Rank, Rank]) -> None:
     prefill, decode = pair
     room = new_room()
-    sender, receiver = prefill.sender(room, 4 * PAGE), decode.receiver(room)
+    sender, receiver = prefill.sender(room, 4 * PAGE), decode.receiver(room, 4 * PAGE)
     publish(decode, receiver, prefill, [1, 2, 3, 4])
     bootstrap(sender, receiver, 4)
     sender.send([0, 1])
@@ -209,8 +215,6 @@ def test_a_receiver_that_ends_before_its_prefill_rank_is_known_ends_prefills_roo
         sender = prefills[1].sender(room, PAGE)
     wait_for(lambda: sender.poll() is SglPoll.FAILED)
     assert sender.failure().text == "ABORTED_BY_CLIENT: SGLang aborted the request"
-    for rank in (*prefills, decode):
-        rank.close()
 
 
 def test_a_room_that_decode_does_not_take_ends_after_sglangs_timeout() -> None:
@@ -219,7 +223,6 @@ def test_a_room_that_decode_does_not_take_ends_after_sglangs_timeout() -> None:
     wait_for(lambda: sender.poll() is SglPoll.FAILED)
     assert "BOOTSTRAP_TIMEOUT" in sender.failure().text
     at_rest(prefill)
-    prefill.close()
 
 
 def test_a_rank_that_fails_after_another_ones_success_fails_both() -> None:
@@ -227,7 +230,7 @@ def test_a_rank_that_fails_after_another_ones_success_fails_both() -> None:
     prefills, decodes = [[Rank(role) for _ in range(2)] for role in (Role.PREFILL, Role.DECODE)]
     room = new_room()
     senders = [rank.sender(room, 2 * PAGE) for rank in prefills]
-    receivers = [rank.receiver(room) for rank in decodes]
+    receivers = [rank.receiver(room, 2 * PAGE) for rank in decodes]
     for prefill, decode, sender, receiver in zip(prefills, decodes, senders, receivers, strict=True):
         publish(decode, receiver, prefill, [1, 2])
         bootstrap(sender, receiver, 2)
@@ -246,8 +249,6 @@ def test_a_rank_that_fails_after_another_ones_success_fails_both() -> None:
     for decode in decodes:
         wait_for(lambda decode=decode: decode.handoffs.release_safe(room))
     at_rest(*prefills, *decodes)
-    for rank in (*prefills, *decodes):
-        rank.close()
 
 
 def test_samples_of_one_request_share_a_room(pair: tuple[Rank, Rank]) -> None:
@@ -266,9 +267,9 @@ def test_samples_of_one_request_share_a_room(pair: tuple[Rank, Rank]) -> None:
         sender.clear()
         receiver.clear()
     # A rebootstrap: prefill gets the recomputed samples in the other order.
-    digests = [bytes([number]) for number in range(3)]
-    receivers = [decode.receiver(room, digest) for digest in digests]
-    senders = [prefill.sender(room, PAGE, digest=digest) for digest in digests[::-1]][::-1]
+    firsts = [1, 2, 3]  # the tokens so far differ
+    receivers = [decode.receiver(room, first=first) for first in firsts]
+    senders = [prefill.sender(room, first=first) for first in firsts[::-1]][::-1]
     for number, (sender, receiver) in enumerate(zip(senders, receivers, strict=True)):
         prefill.compute([number], 9 - number)
         publish(decode, receiver, prefill, [10 + number])
@@ -279,14 +280,118 @@ def test_samples_of_one_request_share_a_room(pair: tuple[Rank, Rank]) -> None:
         assert all(map(np.array_equal, prefill.kv_of([number]), decode.kv_of([10 + number])))
 
 
+OTHER = {
+    "another prompt": {"first": 7},
+    "another salt": {"cache_salt": "b"},
+    "an adapter": {"lora_name": "a", "lora_weights": "w"},
+    "an image": {"media": (Media("hash", 0, 4),)},
+}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["first use", "later use"])
+@pytest.mark.parametrize("other", OTHER)
+def test_decode_with_another_prompt_than_prefills_room_ends_both_before_a_byte_moves(
+    pair: tuple[Rank, Rank], other: str, used: bool
+) -> None:
+    prefill, decode = pair
+    room = new_room()
+    prefill.compute([0, 1], 1)
+    if used:
+        hand_over(prefill, decode, room)
+    before = decode.kv_of(range(PAGES))
+    changes = OTHER[other]
+    if used and "first" in changes:
+        # A later use with other tokens has another name, which may be the same by chance: 1 in 65,535.
+        changes = {"first": same_generation(2 * PAGE, 7)}
+        sender = prefill.sender(room, 2 * PAGE, first=7)
+    else:
+        sender = prefill.sender(room, 2 * PAGE)
+    receiver = decode.receiver(room, 2 * PAGE, **changes)
+    publish(decode, receiver, prefill, [8, 9])
+    for half in (receiver, sender):
+        wait_for(lambda half=half: half.poll() is SglPoll.FAILED)
+        assert half.failure().text.startswith("METADATA_MISMATCH: decode asks for another prompt")
+    assert all(map(np.array_equal, decode.kv_of(range(PAGES)), before))
+    wait_for(lambda: decode.handoffs.release_safe(room))
+    hand_over(prefill, decode, new_room())
+    at_rest(prefill, decode)
+
+
+def hand_over(prefill: Rank, decode: Rank, room: int) -> None:
+    sender, receiver = prefill.sender(room, 2 * PAGE), decode.receiver(room, 2 * PAGE)
+    publish(decode, receiver, prefill, [8, 9])
+    bootstrap(sender, receiver, 2)
+    sender.send([0, 1])
+    assert finish(sender, receiver) == (SglPoll.SUCCESS, SglPoll.SUCCESS)
+    sender.clear()
+    receiver.clear()
+
+
+def same_generation(tokens: int, first: int) -> int:
+    """The first token of another prompt whose later use of a room has the same name."""
+
+    def generation(first: int) -> int:
+        uses = RoomUses()
+        uses.next(1, b"")
+        return uses.next(1, digest_of(range(first, first + tokens))).generation
+
+    wanted = generation(first)
+    return next(other for other in count(first + 1) if generation(other) == wanted)
+
+
+UNKNOWN = {
+    "no tokens": ({"tokens": ()}, "without prompt tokens"),
+    "embeddings": ({"tokens": range(5), "embeds": True}, "a prompt of embeddings"),
+    "adapter": ({"tokens": range(5), "lora_name": "a"}, "the weights of LoRA 'a' are not known"),
+}
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("unknown", UNKNOWN)
+def test_a_prompt_that_has_no_claim_ends_both_halves_at_once(
+    pair: tuple[Rank, Rank], unknown: str, side: str
+) -> None:
+    prefill, decode = pair
+    changes, text = UNKNOWN[unknown]
+    odd, plain = ClaimedPrompt(**changes), ClaimedPrompt(tokens=changes["tokens"] or range(5))
+    room = new_room()
+    sender = SenderHalf(prefill.handoffs, room, Intake(odd if side == "prefill" else plain))
+    receiver = ReceiverHalf(decode.handoffs, ADDRESS, room, odd if side == "decode" else plain)
+    failed = sender if side == "prefill" else receiver
+    assert failed.poll() is SglPoll.FAILED
+    assert failed.failure().text.startswith("INVALID_REQUEST")
+    assert text in failed.failure().text
+    if side == "prefill" and changes["tokens"]:  # the other half has another name without tokens
+        publish(decode, receiver, prefill, [1])
+        wait_for(lambda: receiver.poll() is SglPoll.FAILED)
+        assert text in receiver.failure().text
+
+
+def test_a_decode_without_a_claim_is_refused(pair: tuple[Rank, Rank]) -> None:
+    """A segue that cannot make one."""
+    prefill, decode = pair
+    room = new_room()
+    sender = prefill.sender(room)
+    manager = decode.handoffs.manager
+    manager.add_peer(prefill.row.leader, prefill.row.host, prefill.row.port)
+    receiver = manager.receive(RoomKey(room), prefill.row.leader, 1, 20.0, placed=False)
+    wait_for(lambda: receiver.poll() is KVPoll.WAITING_FOR_INPUT)
+    receiver.publish([1])
+    wait_for(lambda: receiver.poll() is KVPoll.FAILED)
+    assert receiver.error is not None
+    assert receiver.error.code is ErrorCode.METADATA_MISMATCH
+    wait_for(lambda: sender.poll() is SglPoll.FAILED)
+    assert "METADATA_MISMATCH" in sender.failure().text
+
+
 def test_nothing_raises_and_nothing_is_left(pair: tuple[Rank, Rank]) -> None:
     prefill, decode = pair
     for room in (0, -1, 2**70, None):
-        halves = [SenderHalf(prefill.handoffs, room, None), ReceiverHalf(decode.handoffs, "x", room)]
+        halves = [SenderHalf(prefill.handoffs, room, None), ReceiverHalf(decode.handoffs, "x", room, None)]
         assert [half.poll() for half in halves] == [SglPoll.FAILED] * 2
         assert all(half.failure().text for half in halves)
     room = new_room()
-    sender, receiver = prefill.sender(room, 2 * PAGE), decode.receiver(room)
+    sender, receiver = prefill.sender(room, 2 * PAGE), decode.receiver(room, 2 * PAGE)
     publish(decode, receiver, prefill, [1, 2, 3])  # one page more than the prompt has
     for half in (receiver, sender):
         wait_for(lambda half=half: half.poll() is SglPoll.FAILED)
@@ -311,3 +416,41 @@ def test_a_slot_that_does_not_exist_ends_the_request(pair: tuple[Rank, Rank]) ->
     sender.send([0])
     assert finish(sender, receiver) == (SglPoll.FAILED, SglPoll.FAILED)
     assert "metadata slot 99 of 4" in receiver.failure().text
+
+
+def test_more_sends_wait_for_the_device_than_there_may_be_threads() -> None:
+    """SGLang's scheduler would end with an exception. One thread waits for all of them."""
+    computed, rank = threading.Event(), Rank(Role.PREFILL)
+    try:
+        halves = [rank.sender(room, PAGE) for room in range(1, 1101)]
+        before = threading.active_count()
+        for half in halves:
+            half.init(1, 0)
+            half.send([0], SimpleNamespace(synchronize=computed.wait))
+        assert threading.active_count() == before + 1
+        assert {half.poll() for half in halves} == {SglPoll.WAITING_FOR_INPUT}
+    finally:
+        computed.set()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_the_end_of_the_io_thread_fails_every_half_at_once(pair: tuple[Rank, Rank], role: Role) -> None:
+    """On both sides, with the reason. The pages are kept: nothing proves that they are not used any more."""
+    prefill, decode = pair
+    sender, receiver = prefill.sender(7, 2 * PAGE), decode.receiver(7, 2 * PAGE)
+    publish(decode, receiver, prefill, [3, 4])
+    bootstrap(sender, receiver, 2)
+    own, other = (sender, receiver) if role is Role.PREFILL else (receiver, sender)
+    more = own.handoffs
+    young = prefill.sender(8, PAGE) if role is Role.PREFILL else decode.receiver(8)
+    sender.send([1])
+    more.manager.io.post(sys.exit)  # as a bug of the loop would end it
+    for half in (own, young, other):
+        wait_for(lambda half=half: half.poll() is SglPoll.FAILED)  # type: ignore[misc]
+        assert "the thread of the KV hand-off has ended" in half.failure().text
+    late = prefill.sender(9, PAGE) if role is Role.PREFILL else decode.receiver(9)
+    assert late.poll() is SglPoll.FAILED
+    if role is Role.PREFILL:
+        assert more.unproven_pages() == {1}
+    else:
+        assert not more.release_safe(7)

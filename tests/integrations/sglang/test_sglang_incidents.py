@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from sglang_pair import ADDRESS, PAGE, Rank, at_rest, wait_for
+from sglang_pair import ranks_end as ranks_end  # a fixture
 
 from segue.integrations.sglang.sglang_handoffs import (
     FENCE_S,
@@ -73,8 +74,6 @@ def test_21299_a_receiver_exists_before_its_prefill_rank_is_known() -> None:
         half.abort()
         half.clear()
     at_rest(prefill, decode)
-    prefill.close()
-    decode.close()
 
 
 @pytest.mark.slow
@@ -99,8 +98,6 @@ def test_a_room_on_another_rank_than_decode_infers_ends_on_both_sides(hint: int 
     text = receiver.failure().text
     assert "DP_RANK_CONFLICT: the request is on DP rank 0 of prefill, decode looked on DP rank 1" in text
     at_rest(true, inferred, decode)
-    for rank in (true, inferred, decode):
-        rank.close()
 
 
 def test_22901_the_registration_of_a_rank_costs_no_time_to_first_token() -> None:
@@ -115,8 +112,6 @@ def test_22901_the_registration_of_a_rank_costs_no_time_to_first_token() -> None
     assert follows.sender(even, PAGE).poll() is SglPoll.BOOTSTRAPPING
     assert balanced.sender(even, PAGE, hint=0).poll() is SglPoll.BOOTSTRAPPING
     assert calls == [room]
-    for rank in (balanced, follows):
-        rank.close()
 
 
 @pytest.mark.slow
@@ -139,8 +134,6 @@ def test_24601_nothing_is_left_after_1000_rooms() -> None:
         else:
             hand_over(prefill, decode, room)
     at_rest(prefill, decode)
-    prefill.close()
-    decode.close()
 
 
 def test_a_prefill_that_dies_fails_its_requests_and_its_successor_serves() -> None:
@@ -163,8 +156,6 @@ def test_a_prefill_that_dies_fails_its_requests_and_its_successor_serves() -> No
     hand_over(again, decode, new_room())
     wait_for(lambda: not decode.handoffs.sizes()["replaced_peers"])
     at_rest(decode)
-    again.close()
-    decode.close()
 
 
 def test_a_prefill_with_another_model_is_refused_with_the_reason() -> None:
@@ -178,8 +169,6 @@ def test_a_prefill_with_another_model_is_refused_with_the_reason() -> None:
     assert "different weights" in receiver.failure().text
     assert forgotten == ["127.0.0.1:8998"]
     at_rest(decode)
-    prefill.close()
-    decode.close()
 
 
 class Unproven:
@@ -251,7 +240,6 @@ def test_pages_that_may_still_be_read_are_kept_from_the_allocator_until_the_proo
     allocator.free(torch.arange(6 * PAGE, 7 * PAGE))
     assert allocator.free_pages[-1] == 6
     assert prefill.handoffs.sizes()["unproven_pages"] == 0
-    prefill.close()
 
 
 def test_a_client_that_leaves_ends_both_sides() -> None:
@@ -267,5 +255,3 @@ def test_a_client_that_leaves_ends_both_sides() -> None:
     assert receiver.failure().text == "ABORTED_BY_CLIENT: SGLang aborted the request"
     wait_for(lambda: decode.handoffs.release_safe(room))
     at_rest(prefill, decode)
-    prefill.close()
-    decode.close()

@@ -22,7 +22,7 @@ from ports import HeldPort
 from segue.integrations.vllm.vllm_params import engine_id
 from segue.integrations.vllm.vllm_settings import LoadFailurePolicy
 from segue.integrations.vllm.vllm_table import RequestEnd
-from segue.kv import ConfigError, Incarnation, Internal, LeaderId
+from segue.kv import ConfigError, Incarnation, Internal, InvalidRequest, LeaderId, TransferFailed
 
 TOKENS = 30
 
@@ -117,6 +117,7 @@ def test_the_memory_of_a_gpu_goes_through_staging(
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     more: Any = {"on_gpu": True, "device_memory": "unverified"}
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [caplog.handler])
     with caplog.at_level(logging.INFO, "segue.vllm"):
         both = [connector_engine(stack, module, role, **more) for role in ("kv_producer", "kv_consumer")]
     assert sum("never run on a GPU" in message for message in caplog.messages) == 2
@@ -136,9 +137,40 @@ def test_the_memory_of_a_gpu_goes_through_staging(
         connector_engine(stack, module, "kv_producer", transport=["mooncake"], **more)
 
 
+def test_a_forward_that_raises_sends_nothing(stack: ExitStack, module: Any) -> None:
+    """vLLM calls `wait_for_save` in a `finally`."""
+    port = HeldPort()
+    prefill, decode = both = [
+        connector_engine(stack, module, "kv_producer", query_port=port.port, retain_s=0.0),
+        connector_engine(stack, module, "kv_consumer"),
+    ]
+    assert isinstance(prefill.worker, ConnectorWorker)
+    leader = prefill.worker.connector.get_handshake_metadata()
+    decode.add(
+        request(
+            "d1",
+            TOKENS,
+            {
+                "do_remote_prefill": True,
+                "transfer_id": "t1",
+                "remote_bootstrap_addr": f"http://127.0.0.1:{port.port}",
+                "remote_engine_id": engine_id(LeaderId(Incarnation(leader.incarnation), leader.dp_rank)),
+            },
+        )
+    )
+    prefill.worker.raises = RuntimeError("the forward failed")
+    prefill.add(request("p1", TOKENS, {**TO_PREFILL, "transfer_id": "t1"}))
+    with pytest.raises(TransferFailed, match="the forward failed"):
+        until(both, lambda: False)
+    until([decode], lambda: "d1" in decode.ends)
+    assert decode.loaded == []
+    at_rest([decode])
+
+
 def test_with_the_policy_fail_a_load_without_prefill_ends(
-    stack: ExitStack, module: Any, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [caplog.handler])
     decode = connector_engine(stack, module, "kv_consumer", LoadFailurePolicy.FAIL, transport=["tcp"])
     with caplog.at_level(logging.WARNING, "segue.vllm"):
         decode.add(request("d1", TOKENS, {"do_remote_prefill": True}))
@@ -235,18 +267,27 @@ def test_the_pool_is_shared_memory_where_shm_may_be_used(
     assert (made.get_mem_pool_context() is not None) is shared
 
 
-def test_segues_log_goes_where_vllms_goes(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segues_log_goes_where_vllms_goes_and_clients_text_in_it_is_escaped(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, theirs = logging.getLogger("segue"), logging.getLogger("vllm")
-    monkeypatch.setattr(own, "handlers", [])
-    monkeypatch.setattr(theirs, "handlers", [logging.NullHandler()])
-    level = own.level
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(handler.format(record))  # type: ignore[method-assign]
+    monkeypatch.setattr(theirs, "handlers", [handler])
     monkeypatch.setattr(theirs, "level", logging.DEBUG)
     module.SegueConnector(vllm_config("kv_producer"), KVConnectorRole.WORKER, kv_cache_config())
-    assert own.handlers == theirs.handlers
     assert own.level == logging.DEBUG
     module.SegueConnector(vllm_config("kv_producer"), KVConnectorRole.WORKER, kv_cache_config())
     assert len(own.handlers) == 1
-    own.setLevel(level)
+    logging.getLogger("segue.vllm").warning("%s", "\x1b[2J\r\nERROR forged")
+    try:
+        raise InvalidRequest("a name with \x9b")
+    except InvalidRequest:
+        logging.getLogger("segue.kv").exception("a room")
+    assert lines[0] == r"\x1b[2J\r\nERROR forged"
+    assert lines[1].startswith("a room\nTraceback")
+    assert lines[1].endswith(r"a name with \x9b")
 
 
 # ---- metrics -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from vllm_bench import (
 )
 from vllm_model import BLOCK, ModelEngine
 
-from segue.integrations.vllm.vllm_claim import claim_of
+from segue.integrations.prompt_claim import claim_of
 from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
     BlocksReleased,
@@ -26,10 +26,9 @@ from segue.integrations.vllm.vllm_orders import (
     HandoffEnded,
     ReceiveOrder,
     RefuseOrder,
-    SessionAddress,
     decode_orders,
 )
-from segue.integrations.vllm.vllm_params import room_of
+from segue.integrations.vllm.vllm_params import PeerAddress, room_of
 from segue.integrations.vllm.vllm_settings import LoadFailurePolicy
 from segue.integrations.vllm.vllm_table import RequestEnd
 from segue.kv import ErrorCode, RoomKey
@@ -60,7 +59,7 @@ def test_a_load_asks_for_all_tokens_and_publishes_all_blocks() -> None:
         handoff=1,
         request_id="r1",
         room=RoomKey(77),
-        peer=SessionAddress("a" * 32, 1, "127.0.0.1", 7001, False),
+        peer=ADDRESS,
         prompt_tokens=10,
         prefix_tokens=0,
         blocks=[0, 1, 2],
@@ -88,7 +87,7 @@ def test_the_concurrent_flow_asks_for_the_session_at_query() -> None:
     engine = begun(CONCURRENT_TO_DECODE)
     (order,) = step(engine)
     assert order.room == RoomKey(room_of("t1"))
-    assert order.peer == SessionAddress("a" * 32, 1, "127.0.0.1", 8998, True)
+    assert order.peer == PeerAddress(ADDRESS.leader, "127.0.0.1", 8998, query=True)
     engine.quiet()
 
 

@@ -10,15 +10,16 @@ from types import SimpleNamespace as Double
 from typing import Any
 
 import pytest
-from vllm_doubles import FullAttentionSpec
+from vllm_doubles import PLAIN, FullAttentionSpec
 
-from segue.integrations.vllm.vllm_claim import Media
+from segue.integrations.prompt_claim import Media
+from segue.integrations.served_weights import AdapterFingerprints
 from segue.integrations.vllm.vllm_facts import (
-    AdapterFingerprints,
     cache_facts,
     chunks_of,
     end_of,
     engine_facts,
+    lora_weights,
     request_of,
     weights_fingerprint,
 )
@@ -149,7 +150,7 @@ def test_the_memory_of_a_gpu_needs_the_setting() -> None:
 
 
 def test_the_cache_as_its_layers_describe_it() -> None:
-    spec = Double(block_size=32, head_size=64, dtype="torch.float32")
+    spec = Double(block_size=32, head_size=64, dtype="torch.float32", **PLAIN)
     caches = Double(kv_cache_groups=[Double(kv_cache_spec=spec)], num_blocks=100)
     layer = Double(get_attn_backend=lambda: Double(get_name=lambda: "CPU_ATTN"), isa="vec")
     config = engine_config(compilation_config=Double(static_forward_context={"l0": layer}))
@@ -186,6 +187,27 @@ def written(folder: Path, content: bytes) -> Double:
     return model(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        # ROCm's shuffled cache: [blocks, 2, block_size, heads * head_size]; token rows if it has two heads
+        ({"num_head_slots": 2, "state_content_bytes": 256}, "num_head_slots 2, state_content_bytes 256"),
+        ({"state_content_bytes": 1000}, "state_content_bytes 1000"),
+        ({"kv_quant_mode": 3}, "kv_quant_mode 3"),
+        ({"tokens_per_state": 4}, "tokens_per_state 4"),
+    ],
+)
+def test_a_cache_that_its_spec_calls_packed_is_refused_whatever_its_shape(
+    changes: dict[str, int], named: str
+) -> None:
+    layer = Double(get_attn_backend=lambda: Double(get_name=lambda: "FLASH_ATTN"))
+    spec = Double(block_size=16, head_size=64, dtype="torch.bfloat16", **{**PLAIN, **changes})
+    caches = Double(kv_cache_groups=[Double(kv_cache_spec=spec)], num_blocks=8)
+    config = Double(compilation_config=Double(static_forward_context={"l0": layer}))
+    with pytest.raises(ConfigError, match=named):
+        cache_facts(config, caches, "l0")
+
+
 def test_equal_weights_have_one_fingerprint_wherever_they_lie(tmp_path: Path) -> None:
     content = os.urandom(500_000)
     one, other = written(tmp_path / "a", content), written(tmp_path / "b", content)
@@ -202,6 +224,14 @@ def test_other_weights_or_configurations_have_another(tmp_path: Path) -> None:
         weights_fingerprint(model(tmp_path / "a", rope_theta=5), "auto"),
     }
     assert len(fingerprints) == 5
+
+
+def test_a_draft_models_weights_are_a_part_of_the_fingerprint(tmp_path: Path) -> None:
+    served, content = written(tmp_path / "a", os.urandom(5000)), os.urandom(5000)
+    drafts = [written(tmp_path / name, one) for name, one in (("b", content), ("c", content + b"?"))]
+    alone = weights_fingerprint(served, "auto")
+    assert weights_fingerprint(served, "auto", served) == alone, "vLLM names it for n-grams"
+    assert len({alone, *(weights_fingerprint(served, "auto", draft) for draft in drafts)}) == 3
 
 
 def test_with_longrope_the_longest_sequence_is_a_part_of_the_fingerprint(tmp_path: Path) -> None:
@@ -257,20 +287,23 @@ def test_adapters_are_known_by_their_weights(tmp_path: Path) -> None:
     prefill, decode = AdapterFingerprints(), AdapterFingerprints()
     one, same = adapter(tmp_path / "a", content), adapter(tmp_path / "b", content, number=7)
     other = adapter(tmp_path / "c", content[:-1] + b"?")
-    assert prefill.of(one) == prefill.of(one) == decode.of(same) is not None
-    assert decode.of(other) not in (None, prefill.of(one))
+    assert lora_weights(one, prefill) == lora_weights(one, prefill) == lora_weights(same, decode) is not None
+    assert lora_weights(other, decode) not in (None, lora_weights(one, prefill))
 
 
 def test_an_adapter_whose_weights_are_not_known(tmp_path: Path) -> None:
     """Nobody knows which of its weights vLLM has: its prompts are not handed over."""
     found = AdapterFingerprints()
-    assert found.of(adapter(tmp_path / "inplace", b"x" * 5000, inplace=True)) is None
-    assert found.of(Double(lora_name="a", lora_int_id=2, lora_path="owner/a", load_inplace=False)) is None
+    assert lora_weights(adapter(tmp_path / "inplace", b"x" * 5000, inplace=True), found) is None
+    assert (
+        lora_weights(Double(lora_name="a", lora_int_id=2, lora_path="owner/a", load_inplace=False), found)
+        is None
+    )
     changed = adapter(tmp_path / "changed", b"x" * 5000)
-    assert found.of(changed) is not None
+    assert lora_weights(changed, found) is not None
     adapter(tmp_path / "changed", b"y" * 5001)
-    assert found.of(changed) is None
-    assert found.of(adapter(tmp_path / "changed", b"z" * 5002, number=3)) is not None, (
+    assert lora_weights(changed, found) is None
+    assert lora_weights(adapter(tmp_path / "changed", b"z" * 5002, number=3), found) is not None, (
         "vLLM has loaded it anew"
     )
 

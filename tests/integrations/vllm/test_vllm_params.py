@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm_bench import ADDRESS, CONCURRENT_TO_DECODE, MODEL, SECRET, TO_PREFILL, request, to_decode
 
-from segue.integrations.vllm.vllm_claim import Media, ModelFacts, claim_of
+from segue.integrations.prompt_claim import Media, ModelFacts, claim_of
 from segue.integrations.vllm.vllm_params import (
     PeerAddress,
     ReceiveParams,

@@ -8,7 +8,7 @@ import pytest
 from vllm_bench import ADDRESS, LOST, MODEL, TO_PREFILL, prefill_engine, request
 from vllm_model import ModelEngine
 
-from segue.integrations.vllm.vllm_claim import claim_of
+from segue.integrations.prompt_claim import claim_of
 from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
     BlocksReleased,

@@ -10,27 +10,28 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from ports import HeldPort
-from segue.integrations.vllm.vllm_orders import SessionAddress
-from segue.integrations.vllm.vllm_query import RankDirectory, announce, serve_query, session_port
-from segue.kv import ConfigError, PeerRestarted, new_incarnation
+from segue.integrations.vllm.vllm_params import PeerAddress
+from segue.integrations.vllm.vllm_query import QueryServer, RankDirectory, announce, session_port
+from segue.kv import ConfigError, LeaderId, PeerRestarted, new_incarnation
 
 HOST, WITHIN_S = "127.0.0.1", 10.0
 SECRET = b"a secret of the deployment"
 
 
-def address(port: int) -> SessionAddress:
-    return SessionAddress(new_incarnation(), 0, HOST, port, False)
+def address(port: int) -> PeerAddress:
+    return PeerAddress(LeaderId(new_incarnation()), HOST, port)
 
 
 @contextlib.asynccontextmanager
-async def served(first: SessionAddress, secret: bytes = b"") -> AsyncIterator[int]:
+async def served(first: PeerAddress, secret: bytes = b"") -> AsyncIterator[int]:
     held, ranks = HeldPort(), RankDirectory()
     ranks.add(0, first)
-    server = await serve_query(HOST, held.port, ranks, secret)
+    server = QueryServer(HOST, held.port, ranks, secret)
+    await server.open()
     try:
         yield held.port
     finally:
-        server.close()
+        await server.close()
 
 
 async def ranks_of(port: int) -> dict[str, dict[str, str]]:
@@ -119,16 +120,39 @@ async def scenario_of_garbage(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ['{"rank": "x"}', '{"rank": 1, "entry": {"engine_id": "e", "worker_addr": {}}, "signature": "\u00e9"}'],
+    [
+        '{"rank": "x"}',
+        '{"rank": 1, "entry": {"engine_id": "e", "worker_addr": {}}, "signature": "\u00e9"}',
+        '{"more": ' + "[" * 3000 + "]" * 3000 + "}",
+    ],
+    ids=["no number", "signature", "nested"],
 )
 def test_a_rank_that_says_something_else_is_cut_off(line: str) -> None:
     asyncio.run(scenario_of_garbage(line))
 
 
+async def scenario_of_silence() -> None:
+    first, second = address(1001), address(1002)
+    async with served(first) as port, contextlib.AsyncExitStack() as stack:
+        telling = asyncio.create_task(announce(HOST, port, 1, second, b""))
+        await until(port, lambda found: set(found) == {"0", "1"})
+        for _ in range(200):
+            _, writer = await asyncio.open_connection(HOST, port)
+            stack.callback(writer.close)
+        for one in (first, second):  # a rank that has said where it is gives its place to nobody
+            assert await session_port(HOST, port, one.leader, WITHIN_S) == one.port
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+
+
+def test_silent_connections_do_not_stop_the_answers() -> None:
+    asyncio.run(scenario_of_silence())
+
+
 def test_a_port_in_use_is_named() -> None:
     async def twice() -> None:
         async with served(address(1)) as port:
-            with pytest.raises(ConfigError, match=f"query_port {port}"):
-                await serve_query(HOST, port, RankDirectory())
+            with pytest.raises(ConfigError, match=rf"port {port} .* choose another query_port"):
+                QueryServer(HOST, port, RankDirectory())
 
     asyncio.run(twice())

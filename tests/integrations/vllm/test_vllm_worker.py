@@ -8,20 +8,21 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace as replace_struct
 from vllm_bench import LOST, TO_PREFILL, request
 from vllm_pair import CPU_ATTN, DeviceTensor, Pair, TensorWorker, expected, make_caches
 
-import double_cuda
+import double_mori
 from ports import HeldPort
 from segue.integrations.vllm import vllm_rank
 from segue.integrations.vllm.vllm_memory import cache_pool
@@ -31,10 +32,10 @@ from segue.integrations.vllm.vllm_orders import (
     DeclineOrder,
     ExpectOrder,
     HandoffEnded,
+    Order,
     ReceiveOrder,
-    SessionAddress,
 )
-from segue.integrations.vllm.vllm_params import engine_id
+from segue.integrations.vllm.vllm_params import PeerAddress, engine_id
 from segue.integrations.vllm.vllm_query import RankDirectory, session_port
 from segue.integrations.vllm.vllm_rank import (
     RankSide,
@@ -52,18 +53,21 @@ from segue.kv import (
     BootstrapTimeout,
     ChecksumMode,
     ConfigError,
+    ErrorCode,
     Incarnation,
     Internal,
     KVManager,
     LeaderId,
-    Memory,
     PeerLost,
     PeerRestarted,
     Role,
     RoomKey,
+    TransferFailed,
 )
-from segue.kv.transport.base import Endpoint, EventSink
-from segue.kv.transport.cuda_ipc import CudaIpcTransport
+from segue.kv.layout.content import Content, checksum
+from segue.kv.ranks import checksums
+from segue.kv.transport.base import EventSink
+from segue.kv.transport.mori import MoriTransport
 from segue.kv.transport.options import TransportOptions
 
 
@@ -87,6 +91,12 @@ def side_of(pair: Pair, role: str) -> TensorWorker:
     worker = getattr(pair, role).worker
     assert isinstance(worker, TensorWorker)
     return worker
+
+
+def step(side: WorkerSide, orders: Sequence[Order]) -> None:
+    """One step of an engine that computes nothing."""
+    side.begin_step(orders)
+    side.end_forward()
 
 
 def hand_over(pair: Pair, name: str, tokens: int, prefix: int = 0) -> None:
@@ -178,49 +188,46 @@ def test_kv_of_a_device_leaves_when_the_device_has_computed_it(
 
 
 def test_a_prompt_that_the_device_still_computes_is_not_sent(stack: ExitStack) -> None:
-    """Prefill's answer is there, and decode has asked; a later prompt is handed over meanwhile."""
+    """Prefill's answers are there, and decode has asked. One thread waits for both, in the device's order."""
     pair = Pair(stack, on_device=(True, True), transport=[])
     [device] = side_of(pair, "prefill").devices
     device.goes_on.clear()
     hand_over(pair, "1", 13)
-    goes_on, device.goes_on = device.goes_on, threading.Event()
-    device.goes_on.set()
     hand_over(pair, "2", 13)
-    assert served(pair, "d2") is RequestEnd.LENGTH
-    assert "d1" not in pair.decode.ends
-    goes_on.set()
-    assert served(pair, "d1") is RequestEnd.LENGTH
-    assert torch.equal(loaded_kv(pair, "d1"), expected(range(13)))
+    for _ in range(20):
+        pair.step()
+    assert not pair.decode.ends
+    assert sum(thread.name == "segue-ready" for thread in threading.enumerate()) == 1
+    device.goes_on.set()
+    for name in ("d1", "d2"):
+        assert served(pair, name) is RequestEnd.LENGTH
+        assert torch.equal(loaded_kv(pair, name), expected(range(13)))
     at_rest(pair)
 
 
-class DoubleCudaIpc(CudaIpcTransport):
-    """`cuda_ipc` over a double of CUDA."""
+class DoubleMori(MoriTransport):
+    """`mori` over a double of its library."""
 
     def __init__(self, on_event: EventSink, options: TransportOptions) -> None:
-        super().__init__(on_event, options, double_cuda.modules)
+        super().__init__(on_event, options, double_mori.modules)
 
     @classmethod
     def unusable(cls) -> str:
         return ""
 
-    def register(self, memory: Memory) -> Endpoint:
-        double_cuda.ALLOCATIONS.update({region.address: region.nbytes for region in memory.regions})
-        return super().register(memory)
-
 
 def test_a_transport_that_takes_a_devices_memory_needs_no_staging(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(KINDS.known, "cuda_ipc", DoubleCudaIpc)  # type: ignore[index]
+    monkeypatch.setitem(KINDS.known, "mori", DoubleMori)  # type: ignore[index]
     monkeypatch.setattr(DeviceTensor, "device", torch.device("cuda:0"))
-    stack.callback(double_cuda.reset)
+    stack.callback(double_mori.reset)
     # A checksum of this memory would be computed by torch on a GPU.
-    pair = Pair(stack, on_device=(True, True), transport=["cuda_ipc", "tcp"], kv_checksum=ChecksumMode.OFF)
+    pair = Pair(stack, on_device=(True, True), transport=["mori", "tcp"], kv_checksum=ChecksumMode.OFF)
     hand_over(pair, "1", 13)
     assert served(pair, "d1") is RequestEnd.LENGTH
     assert torch.equal(loaded_kv(pair, "d1"), expected(range(13)))
-    assert double_cuda.FAULTS.batches
+    assert double_mori.FAULTS.writes
     at_rest(pair)
 
 
@@ -277,7 +284,7 @@ def test_an_agent_hands_over_until_it_dies(stack: ExitStack, free_port: int, tra
 def until_raises(side: WorkerSide) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        side.begin_step([])
+        step(side, [])
         time.sleep(0.001)
 
 
@@ -337,20 +344,30 @@ def test_in_the_concurrent_flow_chunks_leave_while_the_prompt_is_computed(
     at_rest(pair)
 
 
-def test_a_chunk_whose_forward_has_not_ended_is_not_sent(stack: ExitStack, free_port: int) -> None:
-    """The next step says so, and decode computes the prompt."""
-    pair = Pair(stack, query_port=free_port, retain_s=0.0)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize(("ranks", "raising"), [((1, 1), 0), ((2, 1), 0), ((2, 1), 1)])
+def test_what_a_step_that_raised_should_have_computed_is_not_sent(
+    stack: ExitStack, free_port: int, ranks: tuple[int, int], raising: int, called: bool, on_device: bool
+) -> None:
+    """On no rank, also if the step raised on another one. vLLM calls `wait_for_save` all the same, or does
+    not, by its runner."""
+    pair = Pair(
+        stack, query_port=free_port, retain_s=0.0, ranks=ranks, on_device=(on_device, on_device), transport=[]
+    )
     worker = side_of(pair, "prefill")
     to_prefill, to_decode = concurrent(pair, "t1")
     pair.decode.add(request("d1", 5, to_decode))
     pair.prefill.add(request("p1", 5, to_prefill))
-    worker.forward_ends = False
-    pair.until(lambda: "p1" in pair.prefill.answers)
-    worker.forward_ends = True
+    worker.raised = {raising: RuntimeError("the forward failed") if called else None}
+    with pytest.raises(TransferFailed, match="raised RuntimeError" if called else "before wait_for_save"):
+        pair.until(lambda: False)  # the next step raises, too: vLLM fails its health check
+    pair.running = [pair.decode]
     assert served(pair, "d1") is RequestEnd.LENGTH
     assert "d1" not in pair.decode.loaded
     assert outcomes(pair) == {"TRANSFER_FAILED": 1}
-    at_rest(pair)
+    ends = [report for report in worker.side.take_results().reports if isinstance(report, HandoffEnded)]
+    assert [report.error.code for report in ends if report.error] == [ErrorCode.TRANSFER_FAILED]
 
 
 def test_the_second_request_does_not_ask_for_the_sessions_again(stack: ExitStack, free_port: int) -> None:
@@ -363,6 +380,61 @@ def test_the_second_request_does_not_ask_for_the_sessions_again(stack: ExitStack
         pair.decode.add(request(f"d{name}", 9, to_decode))
         assert served(pair, f"d{name}") is RequestEnd.LENGTH
         loaded_kv(pair, f"d{name}")
+    at_rest(pair)
+
+
+@pytest.mark.parametrize("leaves", ["decode", "prefill"])
+def test_a_client_that_leaves_in_mid_prompt_ends_both_sides(
+    stack: ExitStack, free_port: int, leaves: str
+) -> None:
+    """No other decode may come for the room (`retain_s` 0): prefill does not keep it either."""
+    pair = Pair(stack, query_port=free_port, room_s=120.0, retain_s=0.0)
+    to_prefill, to_decode = concurrent(pair, "t1")
+    pair.decode.add(request("d1", 30, to_decode))
+    pair.until(lambda: side_of(pair, "decode").side.sizes()["keys"])  # it knows the session
+    pair.prefill.add(request("p1", 30, to_prefill))
+    pair.step()
+    pair.step()
+    getattr(pair, leaves).abort(f"{leaves[0]}1")
+    pair.until(lambda: "p1" in pair.prefill.ends and "d1" in pair.decode.ends)
+    assert pair.decode.loaded == []
+    assert getattr(pair, leaves).ends[f"{leaves[0]}1"] is RequestEnd.ABORT
+    at_rest(pair)
+    assert outcomes(pair) == {"ABORTED_BY_CLIENT": 1}
+
+
+def test_kv_that_decode_declines_is_kept_no_longer(stack: ExitStack) -> None:
+    pair = Pair(stack, room_s=600.0)
+    hand_over(pair, "1", 13)
+    pair.decode.abort("d1")
+    at_rest(pair)
+
+
+@pytest.mark.parametrize("policy", LoadFailurePolicy)
+def test_a_prompt_whose_kv_is_spoiled_where_it_landed_is_computed_or_fails(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, policy: LoadFailurePolicy
+) -> None:
+    pair = Pair(stack, policy=policy)
+    cache = next(iter(side_of(pair, "decode").caches[0].values())).untyped_storage()
+    flips = iter((0x10,))
+
+    def flipped(regions: Sequence[memoryview], content: Content) -> int:
+        at = int(content.ranges()[0, 1]) - 1
+        for region in regions:
+            address = int(np.frombuffer(region, np.int8).ctypes.data)
+            if 0 <= at < len(region) and 0 <= address - cache.data_ptr() < cache.nbytes():
+                region[at] ^= next(flips, 0)
+            at -= len(region)
+        return checksum(regions, content)
+
+    monkeypatch.setattr(checksums, "checksum", flipped)
+    hand_over(pair, "1", 13)
+    recomputed = policy is LoadFailurePolicy.RECOMPUTE
+    assert served(pair, "d1") is (RequestEnd.LENGTH if recomputed else RequestEnd.ERROR)
+    assert pair.decode.loaded == []
+    if recomputed:
+        assert torch.equal(side_of(pair, "decode").kv["d1"], expected(range(13)))
+    assert outcomes(pair) == {"CHECKSUM_MISMATCH": 1}
     at_rest(pair)
 
 
@@ -555,9 +627,9 @@ def test_a_second_hand_off_of_one_room_ends_at_once(stack: ExitStack, role: str)
     peer = side_of(pair, "prefill").side.address
     for handoff, name in ((1, "a"), (2, "b")):
         if role == "prefill":
-            side.begin_step([ExpectOrder(handoff, room, 9, b"claim", 20.0, 0.0)])
+            step(side, [ExpectOrder(handoff, room, 9, b"claim", 20.0, 0.0)])
         else:
-            side.begin_step([ReceiveOrder(handoff, name, room, peer, 9, 0, [1, 2, 3], b"claim", 20.0)])
+            step(side, [ReceiveOrder(handoff, name, room, peer, 9, 0, [1, 2, 3], b"claim", 20.0)])
     found = side.take_results()
     ended, released = found.reports
     assert isinstance(ended, HandoffEnded)
@@ -575,7 +647,7 @@ class SlowQuery:
         self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self._stack = stack
         port = self._listener.getsockname()[1]
-        self.address = SessionAddress(self.leader.incarnation, 0, "127.0.0.1", port, True)
+        self.address = PeerAddress(self.leader, "127.0.0.1", port, query=True)
 
     def asked(self) -> socket.socket:
         self._listener.settimeout(20)
@@ -607,15 +679,15 @@ def test_a_hand_off_of_a_room_that_another_had_while_it_waited_ends(stack: ExitS
     pair, query = Pair(stack), SlowQuery(stack)
     side, peer = side_of(pair, "decode").side, side_of(pair, "prefill").side.address
     for handoff, name, where in ((1, "a", peer), (2, "b", query.address)):
-        side.begin_step([ReceiveOrder(handoff, name, RoomKey(7), where, 9, 0, [handoff], b"claim", 20.0)])
+        step(side, [ReceiveOrder(handoff, name, RoomKey(7), where, 9, 0, [handoff], b"claim", 20.0)])
     connection = query.asked()
-    side.begin_step([AbortOrder(1, LOST)])
+    step(side, [AbortOrder(1, LOST)])
     collected(side, lambda found: BlocksReleased(1) in found.reports)
     query.answer(connection)
     deadline = time.monotonic() + 20
     while not side.sizes()["keys"] and time.monotonic() < deadline:
         time.sleep(0.001)
-    side.begin_step([AbortOrder(2, LOST)])
+    step(side, [AbortOrder(2, LOST)])
     found = collected(side, lambda found: BlocksReleased(2) in found.reports)
     assert found.finished_recving == {"b"}
     assert side.sizes()["halves"] == side.sizes()["keys"] == 0
@@ -641,10 +713,10 @@ def test_a_peer_that_was_dropped_while_it_was_asked_is_dropped_again(
     pair, query = Pair(stack), SlowQuery(stack)
     side = side_of(pair, "decode").side
 
-    def decline(*peers: SessionAddress) -> None:
-        side.begin_step([DeclineOrder(RoomKey(3), peer, LOST, b"") for peer in peers])
+    def decline(*peers: PeerAddress) -> None:
+        step(side, [DeclineOrder(RoomKey(3), peer, LOST, b"") for peer in peers])
 
-    others = [SessionAddress(f"{i:032x}", 0, "127.0.0.1", 1, False) for i in range(1, 200)]
+    others = [PeerAddress(LeaderId(Incarnation(f"{i:032x}")), "127.0.0.1", 1) for i in range(1, 200)]
     decline(query.address)
     connection = query.asked()
     decline(*others[:100])
@@ -659,7 +731,7 @@ def test_a_peer_that_was_dropped_while_it_was_asked_is_dropped_again(
 def test_an_order_for_what_has_ended_is_ignored(stack: ExitStack) -> None:
     pair = Pair(stack)
     side = side_of(pair, "decode").side
-    side.begin_step([AbortOrder(99, LOST)])
+    step(side, [AbortOrder(99, LOST)])
     assert not side.take_results().reports
 
 
@@ -678,7 +750,7 @@ def test_settings_that_do_not_work_are_refused_at_the_start(stack: ExitStack, fr
     with pytest.raises(ConfigError, match="secret"):
         Pair(stack, host="0.0.0.0")
     Pair(stack, query_port=free_port)
-    with pytest.raises(ConfigError, match=f"query_port {free_port}"):
+    with pytest.raises(ConfigError, match=rf"port {free_port} .* choose another query_port"):
         Pair(stack, query_port=free_port)
     with pytest.raises(ConfigError, match="cpus"):
         Pair(stack, cpus=[4095])

@@ -6,10 +6,11 @@ from typing import Any
 
 from vllm_model import BLOCK, ModelEngine, ModelPool
 
-from segue.integrations.vllm.vllm_claim import EngineRequest, ModelFacts
+from segue.integrations.prompt_claim import ModelFacts
 from segue.integrations.vllm.vllm_decode_table import DecodeTable
 from segue.integrations.vllm.vllm_params import PeerAddress, answer_params, engine_id
 from segue.integrations.vllm.vllm_prefill_table import PrefillTable
+from segue.integrations.vllm.vllm_request import EngineRequest
 from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
 from segue.kv import Incarnation, LeaderId, PeerLost
 

@@ -4,9 +4,10 @@ vLLM's configuration; an engine of the model (`vllm_model`) that calls a connect
 from __future__ import annotations
 
 import enum
+import logging
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from types import SimpleNamespace as Double
@@ -18,8 +19,8 @@ from vllm_bench import MODEL
 from vllm_model import ModelEngine, ModelPool, ModelWorker, Step
 from vllm_pair import BLOCKS, DIM, HEADS, DeviceTensor, kv_of, make_caches, write
 
-from segue.integrations.vllm.vllm_claim import EngineRequest
 from segue.integrations.vllm.vllm_orders import Report, decode_orders, decode_reports, encode
+from segue.integrations.vllm.vllm_request import EngineRequest
 from segue.integrations.vllm.vllm_settings import LoadFailurePolicy
 from segue.integrations.vllm.vllm_table import PassedIds, RequestEnd, ScheduledChunk
 
@@ -43,6 +44,10 @@ class KVConnectorBase_V1:
 
 class _Empty:
     pass
+
+
+#: A spec whose backend keeps one dense row for each head and token.
+PLAIN = {"num_head_slots": None, "state_content_bytes": None, "kv_quant_mode": 0, "tokens_per_state": 1}
 
 
 class FullAttentionSpec(Double):
@@ -69,7 +74,11 @@ class KVConnectorPromMetrics:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`vllm_connector`, imported over the stand-ins; gone after the test."""
+    """`vllm_connector`, imported over the stand-ins; gone after the test, with its changes to segue's log."""
+    log = logging.getLogger("segue")
+    monkeypatch.setattr(log, "handlers", log.handlers[:])
+    monkeypatch.setattr(log, "propagate", log.propagate)
+    monkeypatch.setattr(log, "level", log.level)
     parts = BASE.split(".")
     for depth in range(1, len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
@@ -134,7 +143,7 @@ def vllm_config(role: str, policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPU
 
 def kv_cache_config(block: int = 4) -> Any:
     """vLLM's one KV cache group."""
-    spec = FullAttentionSpec(block_size=block, head_size=DIM, dtype="torch.float32")
+    spec = FullAttentionSpec(block_size=block, head_size=DIM, dtype="torch.float32", **PLAIN)
     return Double(kv_cache_groups=[Double(kv_cache_spec=spec)], num_blocks=BLOCKS)
 
 
@@ -232,6 +241,8 @@ class ConnectorWorker(ModelWorker):
         super().__init__(pool)
         self.connector, self.caches = connector, caches
         self.kv: dict[str, torch.Tensor] = {}
+        #: what each forward raises
+        self.raises: Exception | None = None
 
     def run(self, step: Step) -> None:
         module = sys.modules[type(self.connector).__module__]
@@ -246,8 +257,13 @@ class ConnectorWorker(ModelWorker):
                 self.connector.save_kv_layer(name, None, None)
             if end == request.tokens:
                 self.kv[request.spec.request_id] = kv_of(self.caches, blocks, end)
-        self.connector.start_load_kv(None)
-        self.connector.wait_for_save()
+        with suppress(RuntimeError):  # of `raises`: it ends vLLM, and here the engine goes on
+            try:
+                if step.chunks and self.raises is not None:
+                    raise self.raises
+            finally:
+                self.connector.start_load_kv(None)
+                self.connector.wait_for_save()
 
     def take(self) -> Any:
         found = self.connector.get_transfer_results(set())

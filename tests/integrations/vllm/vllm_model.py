@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from segue.integrations.vllm.vllm_claim import EngineRequest
 from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
     BlocksReleased,
@@ -28,6 +27,7 @@ from segue.integrations.vllm.vllm_orders import (
     decode_reports,
     encode,
 )
+from segue.integrations.vllm.vllm_request import EngineRequest
 from segue.integrations.vllm.vllm_settings import LoadFailurePolicy
 from segue.integrations.vllm.vllm_table import RequestEnd, ScheduledChunk, SchedulerTable
 from segue.kv import ErrorInfo

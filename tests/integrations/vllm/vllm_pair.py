@@ -19,7 +19,6 @@ from vllm_model import BLOCK, ModelEngine, ModelPool, ModelWorker, Step
 from segue.integrations.vllm.vllm_decode_table import DecodeTable
 from segue.integrations.vllm.vllm_memory import CacheFacts, cache_pool
 from segue.integrations.vllm.vllm_orders import Order, SendOrder, decode_orders
-from segue.integrations.vllm.vllm_params import PeerAddress
 from segue.integrations.vllm.vllm_prefill_table import PrefillTable
 from segue.integrations.vllm.vllm_rank import RankSide, WorkerPlace, lead
 from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy
@@ -44,13 +43,12 @@ class DeviceTensor(torch.Tensor):
 class LaunchedWork:
     """Work that was launched on a device; computed once."""
 
-    def __init__(self, goes_on: threading.Event, work: Callable[[], object]) -> None:
-        self.goes_on, self._work = goes_on, work
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
         self._lock = threading.Lock()
         self.done = False
 
     def compute(self) -> None:
-        assert self.goes_on.wait(WITHIN_S)
         with self._lock:
             if not self.done:
                 self.done = True
@@ -63,20 +61,18 @@ class LazyDevice:
 
     def __init__(self) -> None:
         self._launched: list[LaunchedWork] = []
-        self._seen = 0
-        #: what is launched now is not computed before this is set, and does not wait for what another holds
+        #: nothing is computed before this is set
         self.goes_on = threading.Event()
         self.goes_on.set()
 
     def launch(self, work: Callable[[], object]) -> None:
-        self._launched.append(LaunchedWork(self.goes_on, work))
+        self._launched.append(LaunchedWork(work))
 
     def computed(self) -> Callable[[], object]:
-        new, self._seen = self._launched[self._seen :], len(self._launched)
-        held_by = [work.goes_on for work in new] or [self.goes_on]
-        before = [work for work in self._launched if work.goes_on in held_by and not work.done]
+        before = [work for work in self._launched if not work.done]
 
         def wait() -> None:
+            assert self.goes_on.wait(WITHIN_S)
             for work in before:
                 work.compute()
 
@@ -128,8 +124,8 @@ class TensorWorker(ModelWorker):
         self.kv: dict[str, torch.Tensor] = {}
         #: seconds that each forward takes before it writes any KV
         self.forward_s = 0.0
-        #: the next forwards do not end
-        self.forward_ends = True
+        #: what the next forwards raise, by rank; None: vLLM does not tell the connector
+        self.raised: dict[int, BaseException | None] = {}
         #: the devices that compute, one for each rank; none: this thread does
         self.devices: list[LazyDevice] = []
         #: only so many tokens of a prompt leave that is computed when it is sent; 0: all
@@ -152,9 +148,10 @@ class TensorWorker(ModelWorker):
             if end == request.tokens:
                 parts = [kv_of(caches, blocks, end) for caches in self.caches]
                 self.kv[request.spec.request_id] = torch.cat(parts, dim=3)
-        if self.forward_ends:
-            for side in self.sides:
-                side.end_forward()
+        raised = self.raised if step.chunks else {}
+        for rank, side in enumerate(self.sides):
+            if raised.get(rank, "") is not None:
+                side.end_forward(raised.get(rank))
 
     def _shortened(self, order: Order) -> Order:
         if not (self.sends_only and isinstance(order, SendOrder) and order.ready):
@@ -241,7 +238,7 @@ def make_engine(
     for each in sides:
         stack.callback(each.close)
     if isinstance(table, PrefillTable):
-        table.address = PeerAddress(side.address.leader, side.address.host, side.address.port)
+        table.address = side.address
     engine = ModelEngine(table, pool, policy)
     engine.worker = TensorWorker(pool, sides, [caches for caches, _ in made])
     engine.worker.devices = devices

@@ -47,7 +47,7 @@ class Remote:
         stack.callback(self.close)
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.address: dict[str, Any] = self._answer(STARTS_S)["address"]
+        self.incarnation: str = self._answer(STARTS_S)["incarnation"]
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -101,9 +101,8 @@ def serve(options: dict[str, Any]) -> None:
         def say() -> None:
             for code, count in engine.table.take_figures().outcomes.items():
                 outcomes[code] = outcomes.get(code, 0) + count
-            address = worker.side.address
             found = {
-                "address": {"incarnation": address.incarnation, "host": address.host, "port": address.port},
+                "incarnation": worker.side.address.leader.incarnation,
                 "ends": engine.ends,
                 "answers": engine.answers,
                 "loaded": engine.loaded,

@@ -4,17 +4,15 @@ memory that they register, and the tests that say nothing of them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-import double_cuda
 import double_memfabric
 import double_mori
 from segue.kv.ids import RankId
 from segue.kv.transport.ascend import AscendTransport
 from segue.kv.transport.base import EventSink, Transport
-from segue.kv.transport.cuda_ipc import CudaIpcTransport
 from segue.kv.transport.memory.pool_memory import Memory, host_region
 from segue.kv.transport.mori import MoriTransport
 from segue.kv.transport.options import TransportOptions
@@ -28,11 +26,10 @@ class AnyPages(AscendTransport):
 
 @dataclass(frozen=True)
 class Double:
-    """`make` gives the transport, `memory` what it registers; `without` are tests with the reason."""
+    """`make` gives the transport, `memory` what it registers."""
 
     make: Callable[[EventSink, TransportOptions], Transport]
     memory: Callable[[int], Memory]
-    without: dict[str, str] = field(default_factory=dict)
 
 
 #: What a double may still write into after a test has closed its transports, as its library would.
@@ -54,23 +51,13 @@ def host_memory(nbytes: int) -> Memory:
     return Memory([host_region(np.zeros(nbytes, np.uint8))])
 
 
-_COPIES = "the double copies within one process"
-_BIG = dict.fromkeys(
-    ("test_64_mebibytes", "test_one_gibibyte"), "much shows nothing of a double that little does not"
-)
 DOUBLES = {
     "mori+double": Double(
-        lambda sink, options: MoriTransport(sink, options, double_mori.modules), kept(host_memory), _BIG
+        lambda sink, options: MoriTransport(sink, options, double_mori.modules), kept(host_memory)
     ),
     "ascend+double": Double(
         lambda sink, options: AnyPages(sink, options, double_memfabric.modules),
         kept(double_memfabric.device_memory),
-        _BIG | {"test_both_ways_at_once": "memfabric gives a process one role: it writes or is written to"},
-    ),
-    "cuda_ipc+double": Double(
-        lambda sink, options: CudaIpcTransport(sink, options, double_cuda.modules),
-        kept(double_cuda.device_memory),
-        _BIG,
     ),
 }
 
@@ -78,11 +65,6 @@ DOUBLES = {
 def make(name: str, sink: EventSink, me: RankId) -> Transport:
     """The transport that is called `name` here."""
     return DOUBLES[name].make(sink, TransportOptions(me=me))
-
-
-def without(name: str, test: str, fixtures: list[str]) -> str:
-    """Why `test` is not run for the double `name`, or ""."""
-    return _COPIES if "peer" in fixtures else DOUBLES[name].without.get(test, "")
 
 
 def hold(name: str) -> Callable[[], None]:
@@ -102,6 +84,6 @@ def hold(name: str) -> Callable[[], None]:
 
 def reset() -> None:
     """End what the doubles have started."""
-    for double in (double_mori, double_memfabric, double_cuda):
+    for double in (double_mori, double_memfabric):
         double.reset()
     _KEPT.clear()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import conformance_doubles
 import pytest
@@ -12,60 +12,77 @@ from conformance_tls import ON_DEVICE, TCP_TLS, make_files, remove_files
 
 import library_double
 from segue.kv.ids import RankId
+from segue.kv.transport import mooncake
 from segue.kv.transport.kinds import KINDS, USABLE
-from segue.kv.transport.library.library_transport import LibraryTransport
+
+#: Transports of one kind share most of their code, so one of each kind runs every test. The others run
+#: `SHORT`: bytes, refusals, each proof, the ends.
+#:
+#: | kind | every test | `SHORT`, every day | `SHORT`, slow |
+#: |---|---|---|---|
+#: | host copy | shm | | |
+#: | stream | tcp | tcp+tls | |
+#: | library | library, nixl (slow) | mori+double | mooncake, mori, ascend, ascend+double |
+#: | staging | staged_shm | staged_tcp, staged_shm+device | staged_tcp+device |
+#:
+#: `library` and the doubles copy within one process: they have no test with another process. With staging,
+#: those tests are slow. A gibibyte is a slow test of shm and tcp, and a soak test of the others.
+WHOLE = frozenset({"shm", "tcp", library_double.NAME, "nixl", "staged_shm"})
+SLOW = frozenset({"nixl", "mooncake", "mori", "ascend", "ascend+double", "staged_tcp" + ON_DEVICE})
+SHORT = frozenset(
+    {
+        "test_one_range",
+        "test_thousands_of_ranges",
+        "test_an_epoch_that_was_not_granted_does_not_land",
+        "test_lesson_06_a_late_write_after_an_abort_does_not_land",
+        "test_lesson_07_an_epoch_ended_at_the_writer_starts_nothing",
+        "test_a_wrong_key_is_refused",
+        "test_another_version_or_transport_is_refused",
+        "test_connect_is_idempotent_and_fails_when_nobody_listens",
+        "test_cancel_in_flight_at_the_writer",
+        "test_fence_in_flight_at_the_receiver",
+        "test_close_of_the_writer_in_flight_is_a_proof_for_the_receiver",
+        "test_close_of_the_receiver_in_flight_fails_the_writes",
+        "test_a_fence_after_a_path_was_replaced_is_true_for_the_one_before",
+        "test_close_is_idempotent_and_ends_everything",
+        "test_lesson_09_the_next_peer_of_the_same_name_works",
+        "test_writes_from_another_process",
+        "test_writes_into_another_process",
+        "test_a_writer_killed_in_mid_write",
+        "test_lesson_06_a_writer_killed_while_the_reader_stands_still",
+    }
+)
+DOUBLES = (library_double.NAME, *conformance_doubles.DOUBLES)
 
 
-def marks(name: str, reason: str, test: str, fixtures: Collection[str] = ()) -> list[pytest.MarkDecorator]:
-    """Why `test` does not run now for the transport `name`, if it does not."""
-    if reason != USABLE:
+def marks(name: str, test: str, *, processes: bool) -> list[pytest.MarkDecorator]:
+    """When `test` runs for the transport `name`."""
+    kind = "tcp" if name == TCP_TLS else name.removesuffix(ON_DEVICE)
+    if name not in DOUBLES and (reason := KINDS.available()[kind]) != USABLE:
         return [pytest.mark.skip(f"{name}: {reason}")]
-    if name in conformance_doubles.DOUBLES:
-        if why := conformance_doubles.without(name, test, list(fixtures)):
-            return [pytest.mark.skip(f"{name}: {why}")]
-        # One of the three is enough for every day; `test_transport_vendors` has what differs.
-        return [] if name == "mori+double" else [pytest.mark.slow]
-    if name == library_double.NAME:
-        if "peer" in fixtures:
-            return [pytest.mark.skip("the double copies within one process")]
-        return [pytest.mark.soak] if test == "test_one_gibibyte" else []
-    if name.startswith("staged_"):
-        return _staged_marks(name, test, fixtures)
-    if name != TCP_TLS and not KINDS.kind(name).moves_bytes:
-        return [pytest.mark.skip(f"{name} moves no bytes")]
-    if name != TCP_TLS and issubclass(KINDS.kind(name), LibraryTransport):
-        return [pytest.mark.slow]
-    # A gibibyte under TLS takes ten times as long, and shows nothing that 64 MiB do not.
-    return [pytest.mark.soak] if (name, test) == (TCP_TLS, "test_one_gibibyte") else []
-
-
-def _staged_marks(name: str, test: str, fixtures: Collection[str]) -> list[pytest.MarkDecorator]:
-    """Every day one of host memory and one of a device's; the rest, large tests and those of two processes in
-    the slow tests."""
-    if test == "test_one_gibibyte":
+    if test == "test_one_gibibyte" and name not in ("shm", "tcp"):
         return [pytest.mark.soak]
-    daily = name in ("staged_tcp", "staged_shm" + ON_DEVICE) and "peer" not in fixtures
-    daily = daily and test != "test_64_mebibytes"
-    return [] if daily else [pytest.mark.slow]
+    staged = name.startswith("staged_")
+    slow = name in SLOW or (staged and (processes or test == "test_64_mebibytes"))
+    return [pytest.mark.slow] if slow else []
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every test that takes `name` runs for every transport; one that cannot work here says why."""
-    if "name" in metafunc.fixturenames:
-        reasons = KINDS.available()
-        staged = [name + ON_DEVICE for name in KINDS.known if name.startswith("staged_")]
-        reasons[TCP_TLS] = reasons["tcp"]
-        reasons |= {name: reasons[name.removesuffix(ON_DEVICE)] for name in staged}
-        doubles = (library_double.NAME, *conformance_doubles.DOUBLES)
-        reasons |= dict.fromkeys(doubles, USABLE)
-        test, fixtures = metafunc.function.__name__, metafunc.fixturenames
-        metafunc.parametrize(
-            "name",
-            [
-                pytest.param(name, marks=marks(name, reasons[name], test, fixtures))
-                for name in (*KINDS.known, *staged, TCP_TLS, *doubles)
-            ],
-        )
+    """Give every test that takes `name` the transports of the table above."""
+    if "name" not in metafunc.fixturenames:
+        return
+    test, processes = metafunc.function.__name__, "peer" in metafunc.fixturenames
+    moving = [name for name in KINDS.known if KINDS.kind(name).moves_bytes]
+    staged = [name + ON_DEVICE for name in moving if name.startswith("staged_")]
+    names = [*moving, *staged, TCP_TLS, *(() if processes else DOUBLES)]
+    metafunc.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=marks(name, test, processes=processes))
+            for name in names
+            if name in WHOLE or test in SHORT
+        ],
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,7 +112,10 @@ def nothing_left_behind() -> Iterator[None]:
     conformance_doubles.reset()
     gc.collect()
     until(lambda: set(threading.enumerate()) <= threads, f"threads left: {threading.enumerate()}")
-    assert _descriptors() == descriptors
+    held = {str(sock.fileno()) for sock in mooncake.HELD}  # until this process ends
+    assert {fd: file for fd, file in _descriptors().items() if fd not in held} == {
+        fd: file for fd, file in descriptors.items() if fd not in held
+    }
     with open("/proc/self/maps", encoding="utf-8") as maps:
         assert not [line for line in maps if "memfd:segue" in line]
 

@@ -63,12 +63,13 @@ def hand_over(kind: str, prefill: Sizes, decode: Sizes, prefix: int, cut: int) -
 @pytest.mark.slow
 def test_a_sample_of_all_pairs_of_layouts_moves_every_byte_once() -> None:
     rng = random.Random(11)
-    for _ in range(150):
+    for _ in range(1500):
         kind, prefill, decode = rng.choice(list(SHAPES)), rng.choice(SOURCES), rng.choice(TARGETS)
         hand_over(kind, prefill, decode, rng.choice((0, PREFIX)), rng.randint(PREFIX, TOKENS))
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", SHAPES)
 def test_every_pair_of_layouts_moves_every_byte_once(kind: str) -> None:
     rng = random.Random(kind)

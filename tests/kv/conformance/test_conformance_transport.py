@@ -427,13 +427,11 @@ def test_a_fence_after_a_path_was_replaced_is_true_for_the_one_before(name: str,
 @pytest.mark.parametrize("thread", ["own", "inner"])
 @pytest.mark.parametrize("dead", ["writer", pytest.param("reader", marks=pytest.mark.slow)])
 def test_lesson_22_writes_and_fences_are_answered_when_an_io_thread_has_died(
-    name: str, pair: Pairs, dead: str, thread: str, monkeypatch: pytest.MonkeyPatch
+    name: str, pair: Pairs, dead: str, thread: str, hooked: threading.Event
 ) -> None:
     """At once where the thread was, by its silence at the other side. What is asked afterwards fails."""
     if not name.startswith(("shm", "tcp", "staged_")) or (thread == "inner" and "staged" not in name):
         pytest.skip("no such thread that moves bytes")
-    hooked = threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
     p = pair(16 * MiB)
     side, other = (p.writer, p.reader) if dead == "writer" else (p.reader, p.writer)
     transport = side.transport if thread == "own" else side.transport._inner  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from itertools import pairwise, product
 
 import msgspec
@@ -12,6 +11,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_oracle import SIZES, Pool, copy, keys_of, kv, laid_out, rank, shapes
 
 from segue.kv.errors import Internal, LayoutMismatch
 from segue.kv.ids import Span
@@ -19,122 +19,7 @@ from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import LayerSample, Part, canonical_content, checksum, whole_pages
 from segue.kv.layout.overlap import Box, box, first_clash
 from segue.kv.layout.planner import PairPlan, plan_pair
-from segue.kv.layout.spec import KVShape, Plane, PlaneSpec, PoolSpec, region_starts
-from segue.kv.transport.memory.ranges import check
-
-Key = tuple[int, bool, int, int]  # layer, value, token, head: as in the whole model
-
-
-def kv(layers: int = 3, heads: int = 4, k_dim: int = 2, v_dim: int = 2, item_bytes: int = 2) -> KVShape:
-    kind = "mha" if v_dim else "mla"
-    return KVShape(
-        kind=kind,  # type: ignore[arg-type]
-        layers=layers,
-        kv_heads=heads if v_dim else 1,
-        k_dim=k_dim,
-        v_dim=v_dim,
-        dtype="x",
-        item_bytes=item_bytes,
-    )
-
-
-def rank(shape: KVShape, pages: int, page_tokens: int, **changes: object) -> PoolSpec:
-    values = {"layer_count": shape.layers, "head_count": shape.kv_heads} | changes
-    return PoolSpec(shape=shape, pages=pages, page_tokens=page_tokens, **values)  # type: ignore[arg-type]
-
-
-def laid_out(spec: PoolSpec, rng: random.Random) -> PoolSpec:
-    """The same pool, its planes somewhere: axes in any order, gaps between all things, K and V together or
-    apart, layers in one region or in several."""
-    shape, pad = spec.shape, rng.choice((0, 0, 3))
-    together = shape.k_dim == shape.v_dim and rng.random() < 0.6
-    counts = {"page": spec.pages, "token": spec.page_tokens, "head": spec.head_count}
-    if together:
-        counts["kv"] = 2
-    order = rng.choice([["head", "token", "page"], ["token", "head", "page"], ["page", "head", "token"]])
-    if together:
-        order.insert(rng.randrange(len(order) + 1), "kv")
-    per_region = rng.randint(1, spec.layer_count)
-    sizes: list[int] = []
-    planes: list[PlaneSpec] = []
-    at = 0
-    for layer in range(spec.layer_count):
-        if layer % per_region == 0:
-            sizes.append(0)
-            at = rng.randrange(5)
-        for value in range(1 if together else spec.kinds):
-            extent = (shape.v_dim if value else shape.k_dim) * shape.item_bytes
-            strides: dict[str, int] = {}
-            for axis in order:
-                strides[axis] = extent + rng.randint(0, pad)
-                extent += strides[axis] * (counts[axis] - 1)
-            inner = (strides["page"], strides["token"], strides["head"])
-            planes.append(PlaneSpec(len(sizes) - 1, at, *inner))
-            if together:
-                planes.append(PlaneSpec(len(sizes) - 1, at + strides["kv"], *inner))
-            at += extent + rng.randint(0, pad)
-        sizes[-1] = at + rng.randrange(3)
-    return msgspec.structs.replace(spec, regions=tuple(sizes), planes=tuple(planes))
-
-
-@dataclass
-class Pool:
-    """A rank's memory, random where the prompt is not, in which the oracle finds each element by the words of
-    `PlaneSpec` alone."""
-
-    spec: PoolSpec
-    pages: list[int]
-    first_token: int
-    memory: bytearray
-
-    @classmethod
-    def of(cls, spec: PoolSpec, rng: random.Random, first_token: int, tokens: int) -> Pool:
-        count = -(-(tokens - first_token) // spec.page_tokens)
-        ids = list(range(spec.pages))
-        if rng.random() < 0.5:
-            rng.shuffle(ids)
-        start = rng.randint(0, spec.pages - count)
-        return cls(spec, ids[start : start + count], first_token, bytearray(rng.randbytes(spec.nbytes)))
-
-    def where(self, key: Key) -> tuple[int, int]:
-        """Offset and bytes of one head of one token."""
-        layer, value, token, head = key
-        spec = self.spec
-        page, inside = divmod(token - self.first_token, spec.page_tokens)
-        width = (spec.shape.v_dim if value else spec.shape.k_dim) * spec.shape.item_bytes
-        layer, head = layer - spec.layer_start, head - spec.head_start
-        if not spec.planes:
-            slot = self.pages[page] * spec.page_tokens + inside
-            return spec.offset(layer, value, slot) + head * width, width
-        plane = spec.planes[layer * spec.kinds + value]
-        at = plane.offset + self.pages[page] * plane.page_stride + inside * plane.token_stride
-        return region_starts(spec.regions)[plane.region] + at + head * plane.head_stride, width
-
-    def put(self, data: dict[Key, bytes]) -> None:
-        for key, item in data.items():
-            at, width = self.where(key)
-            self.memory[at : at + width] = item
-
-    def get(self, key: Key) -> bytes:
-        at, width = self.where(key)
-        return bytes(self.memory[at : at + width])
-
-    @property
-    def regions(self) -> list[memoryview]:
-        sizes = self.spec.regions or (self.spec.nbytes,)
-        view = memoryview(self.memory)
-        return [view[at : at + n] for at, n in zip(region_starts(sizes), sizes, strict=True)]
-
-
-def keys_of(part: Part, kinds: int, span: Span) -> list[Key]:
-    """In canonical order."""
-    return [
-        (layer, bool(value), token, head)
-        for layer in range(part.layer_start, part.layer_start + part.layers)
-        for value in range(kinds)
-        for token in range(span.start, span.end)
-        for head in range(part.head_start, part.head_start + part.heads)
-    ]
+from segue.kv.layout.spec import KVShape, Plane, PlaneSpec, PoolSpec
 
 
 def shared(a: PoolSpec, b: PoolSpec) -> Part:
@@ -144,58 +29,10 @@ def shared(a: PoolSpec, b: PoolSpec) -> Part:
     return Part(both[0][0], len(both[0]), both[1][0], len(both[1]))
 
 
-def shapes(rng: random.Random) -> KVShape:
-    if rng.random() < 0.2:
-        return kv(layers=rng.randint(1, 4), v_dim=0, k_dim=rng.randint(1, 3))
-    k_dim = rng.randint(1, 3)
-    return kv(rng.randint(1, 4), rng.randint(1, 4), k_dim, k_dim if rng.random() < 0.8 else rng.randint(1, 3))
-
-
 def a_pool(shape: KVShape, rng: random.Random, first_token: int, tokens: int, size: int) -> Pool:
     count = -(-(tokens - first_token) // size)
     spec = rank(shape, count + rng.randint(0, 3) or 1, size)
     return Pool.of(laid_out(spec, rng) if rng.random() < 0.8 else spec, rng, first_token, tokens)
-
-
-SIZES = st.sampled_from([1, 2, 3, 4, 16, 64])
-
-
-def copy(blocks: list[CopyBlock], src: bytearray, dst: bytearray) -> list[int]:
-    """Carry the blocks out; the destination's offsets that were written, each as often as it was."""
-    written = []
-    check(blocks, len(src), len(dst))  # as every transport does
-    for b in blocks:
-        for a, to, nbytes in b.ranges():
-            dst[to : to + nbytes] = src[a : a + nbytes]
-            written += range(to, to + nbytes)
-    return written
-
-
-@settings(max_examples=250, deadline=None)
-@given(seed=st.integers(0, 2**32), sizes=st.tuples(SIZES, SIZES), tokens=st.integers(1, 40))
-def test_blocks_move_each_element_once_to_its_own_place_and_nothing_else(
-    seed: int, sizes: tuple[int, int], tokens: int
-) -> None:
-    rng = random.Random(seed)
-    shape = shapes(rng)
-    prefix = rng.randrange(tokens)
-    first = prefix // sizes[1] * sizes[1]
-    src, dst = a_pool(shape, rng, 0, tokens, sizes[0]), a_pool(shape, rng, first, tokens, sizes[1])
-    plan = plan_pair([src.spec], [dst.spec])
-    part = Part(0, shape.layers, 0, shape.kv_heads)
-    before = bytes(dst.memory)
-    cuts = sorted({prefix, tokens, *(rng.randint(prefix, tokens) for _ in range(2))})
-    written = []
-    for start, end in pairwise(cuts):
-        blocks = plan.blocks(0, 0, Span(start, end), src.pages, dst.pages, first)
-        assert sum(b.nbytes for b in blocks) == (end - start) * plan.chunk_bytes(0, 0, 1, False)
-        written += copy(blocks, src.memory, dst.memory)
-    moved = keys_of(part, src.spec.kinds, Span(prefix, tokens))
-    assert all(src.get(key) == dst.get(key) for key in moved)
-    wanted = [at + i for at, width in map(dst.where, moved) for i in range(width)]
-    assert sorted(written) == sorted(wanted)
-    others = set(range(len(before))) - set(wanted)
-    assert all(before[at] == dst.memory[at] for at in others)
 
 
 @settings(max_examples=60, deadline=None)

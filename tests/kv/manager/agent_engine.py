@@ -10,7 +10,7 @@ import queue
 import sys
 import time
 
-from test_manager import DEADLINE_S, LIMITS, PAGE, spec
+from kv_sides import DEADLINE_S, LIMITS, PAGE, spec
 
 from segue.kv import Incarnation, KVAgent, KVConfig, KVPoll, LeaderId, Role, RoomKey, allocate
 

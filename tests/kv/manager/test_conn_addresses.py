@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from test_manager import Side
+from kv_sides import Side
 
 from segue.kv.ids import Role
 from segue.kv.transport.base import Endpoint

@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from test_manager import PAGES, SHAPE, Side, assert_at_rest, assert_handed_over, begin, sides, spec
+from kv_sides import (
+    PAGES,
+    SHAPE,
+    Side,
+    assert_at_rest,
+    assert_fails,
+    assert_handed_over,
+    published,
+    sides,
+    spec,
+)
 
 from areas import whole
 from segue.kv.errors import ErrorCode, OutOfCapacity
@@ -52,12 +62,9 @@ def flip(memory: memoryview, content: Content) -> None:
 
 def send_all(prefill: Side, decode: Side, tokens: int = TOKENS) -> tuple[TransferId, KVSender, KVReceiver]:
     prefill.memory.buffer[: prefill.spec.nbytes] = os.urandom(prefill.spec.nbytes)
-    transfer, sender, receiver = begin(prefill, decode, tokens)
-    receiver.publish(range(2, 2 + -(-tokens // decode.spec.page_tokens)))
-    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-    last = b"7"
+    transfer, sender, receiver = published(prefill, decode, tokens, 2)
     sender.send(Span(0, 16), range(PAGES))
-    sender.send(Span(16, tokens), range(PAGES), last)
+    sender.send(Span(16, tokens), range(PAGES), b"7")
     return transfer, sender, receiver
 
 
@@ -66,21 +73,14 @@ def send_all(prefill: Side, decode: Side, tokens: int = TOKENS) -> tuple[Transfe
 def test_a_byte_that_changes_after_landing_fails_both_sides(
     transport: str, page_tokens: int, hook: Hook
 ) -> None:
-    with sides(transport, spec=spec(page_tokens=page_tokens)) as (prefill, decode):
+    with sides(transport, decode={"spec": spec(page_tokens=page_tokens)}) as (prefill, decode):
         hook.side, hook.before = decode, flip
         transfer, sender, receiver = send_all(prefill, decode)
-        for side in (prefill, decode):
-            side.wait_release(transfer)
+        said = f"room {transfer.room}, chunk 0 (tokens 0 to 16"
+        assert_fails(ErrorCode.CHECKSUM_MISMATCH, said, {prefill: sender, decode: receiver})
         for handle in (sender, receiver):
-            assert handle.poll() is KVPoll.FAILED
             assert handle.error is not None
-            assert handle.error.code is ErrorCode.CHECKSUM_MISMATCH
-            assert handle.error.retryable
-            assert f"room {transfer.room}, chunk 0 (tokens 0 to 16" in handle.error.text
-            assert handle.metadata is None
-            handle.clear()
-        assert_at_rest(prefill)
-        assert_at_rest(decode)
+            assert (handle.error.retryable, handle.metadata) == (True, None)
         hook.before = None
         assert_handed_over(prefill, decode, TOKENS, 10)
 
@@ -104,13 +104,12 @@ def test_what_can_be_said_is_said_before_anything_is_hashed(
         monkeypatch.setattr(
             decode.manager.io, "yield_gil", lambda: (told.append("decode's engine runs"), let())
         )
-        transfer, sender, receiver = begin(prefill, decode, 16)
-        receiver.publish(range(2, 2 + -(-16 // decode.spec.page_tokens)))
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        transfer, sender, _receiver = published(prefill, decode, 16, 2)
         sender.send(Span(0, 16), range(PAGES), b"7")
         for side in (prefill, decode):
             side.wait_release(transfer)
     assert told == [
+        "prefill PathChosen",
         "decode Destination",
         "prefill Accepted",
         "prefill Metadata",
@@ -126,36 +125,20 @@ def test_what_can_be_said_is_said_before_anything_is_hashed(
 def test_every_mode_and_page_size_hands_over(mode: ChecksumMode, pages: tuple[int, int]) -> None:
     """Prefill's setting decides; decode is set to something else each time and must not care."""
     other = ChecksumMode.OFF if mode is ChecksumMode.FULL else ChecksumMode.FULL
-    prefill = Side(Role.PREFILL, spec=spec(page_tokens=pages[0]), kv_checksum=mode)
-    decode = Side(Role.DECODE, spec=spec(page_tokens=pages[1]), kv_checksum=other)
-    try:
-        prefill.manager.start()
-        decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+    ours = {"spec": spec(page_tokens=pages[0]), "kv_checksum": mode}
+    theirs = {"spec": spec(page_tokens=pages[1]), "kv_checksum": other}
+    with sides(prefill=ours, decode=theirs) as (prefill, decode):
         assert_handed_over(prefill, decode, TOKENS, 10)
         assert_handed_over(prefill, decode, TOKENS, 64, prefix=16)
         assert_at_rest(prefill)
         assert_at_rest(decode)
-    finally:
-        decode.close()
-        prefill.close()
 
 
 def test_a_sampled_flip_is_seen_where_the_sample_looks(hook: Hook) -> None:
-    prefill = Side(Role.PREFILL, kv_checksum=ChecksumMode.SAMPLED)
-    decode = Side(Role.DECODE)
-    try:
-        prefill.manager.start()
-        decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+    with sides(prefill={"kv_checksum": ChecksumMode.SAMPLED}) as (prefill, decode):
         hook.side, hook.before = decode, flip
-        transfer, _, receiver = send_all(prefill, decode)
-        decode.wait_release(transfer)
-        assert receiver.error is not None
-        assert receiver.error.code is ErrorCode.CHECKSUM_MISMATCH
-    finally:
-        decode.close()
-        prefill.close()
+        _, sender, receiver = send_all(prefill, decode)
+        assert_fails(ErrorCode.CHECKSUM_MISMATCH, "", {prefill: sender, decode: receiver})
 
 
 @pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
@@ -172,7 +155,7 @@ def test_an_abort_while_bytes_are_read_releases_them_after_the_reading(
     with sides() as (prefill, decode):
         mine = prefill if side is Role.PREFILL else decode
         hook.side, hook.before = mine, stall
-        transfer, sender, receiver = send_all(prefill, decode)
+        _, sender, receiver = send_all(prefill, decode)
         assert reading.wait(60)
         handle = sender if side is Role.PREFILL else receiver
         handle.abort()
@@ -186,15 +169,7 @@ def test_an_abort_while_bytes_are_read_releases_them_after_the_reading(
         assert not handle.released
         go_on.set()
         hook.before = None
-        mine.wait_release(transfer)
-        assert handle.error is not None
-        assert handle.error.code is ErrorCode.ABORTED_BY_CLIENT
-        for h in (sender, receiver):
-            h.clear()
-        if not others.released:
-            other.wait_release(transfer)
-        assert_at_rest(prefill)
-        assert_at_rest(decode)
+        assert_fails(ErrorCode.ABORTED_BY_CLIENT, "", {mine: handle, other: others})
         assert_handed_over(prefill, decode, TOKENS, 8)
 
 
@@ -202,24 +177,19 @@ async def _settle() -> None:
     """Everything that was posted to the loop before has run."""
 
 
+@pytest.mark.parametrize("inline_bytes", [0, INLINE_BYTES], ids=["on the digester's thread", "at once"])
 def test_lesson_22_a_range_that_cannot_be_read_fails_its_hand_off_and_the_thread_lives(
-    hook: Hook, monkeypatch: pytest.MonkeyPatch
+    inline_bytes: int, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conn_digest, "INLINE_BYTES", 0)
+    monkeypatch.setattr(conn_digest, "INLINE_BYTES", inline_bytes)
 
     def broken(memory: memoryview, content: Content) -> None:
         raise ValueError("a bug")
 
     with sides() as (prefill, decode):
         hook.side, hook.before = decode, broken
-        transfer, sender, receiver = send_all(prefill, decode)
-        for side in (prefill, decode):
-            side.wait_release(transfer)
-        for handle in (sender, receiver):
-            assert handle.error is not None
-            assert handle.error.code is ErrorCode.INTERNAL
-            assert "a bug" in handle.error.text
-            handle.clear()
+        _, sender, receiver = send_all(prefill, decode)
+        assert_fails(ErrorCode.INTERNAL, "a bug", {prefill: sender, decode: receiver})
         hook.before = None
         assert_handed_over(prefill, decode, TOKENS, 8)
 
@@ -278,15 +248,8 @@ def test_a_large_chunk_goes_through_the_thread_and_is_verified(
         seen.append((threading.current_thread().name, content.nbytes))
 
     shape = type(SHAPE)(layers=3, kv_heads=8, k_dim=256, v_dim=256, dtype="float16", item_bytes=2)
-    prefill = Side(Role.PREFILL, spec=spec(shape=shape))
-    decode = Side(Role.DECODE, spec=spec(page_tokens=8, shape=shape))
-    try:
-        prefill.manager.start()
-        decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+    theirs = {"spec": spec(page_tokens=8, shape=shape)}
+    with sides(prefill={"spec": spec(shape=shape)}, decode=theirs) as (prefill, decode):
         hook.side, hook.before = decode, note
         assert_handed_over(prefill, decode, 40, 40)
         assert seen == [("segue-digest", 40 * shape.token_bytes)]
-    finally:
-        decode.close()
-        prefill.close()

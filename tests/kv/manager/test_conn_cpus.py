@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
-from test_manager import Side, assert_handed_over
+from kv_sides import assert_handed_over, sides
 
 from segue.kv.errors import ConfigError
-from segue.kv.ids import Role
 from segue.kv.threads import threads_on
 
 
@@ -38,18 +38,10 @@ def all_cpus() -> Iterator[set[int]]:
 def test_all_threads_of_a_manager_run_where_it_was_made(transport: str, all_cpus: set[int]) -> None:
     """Those of its I/O, its transport, its copies and its checksums, also after a hand-off; no other one."""
     before, cpu = threads(), max(all_cpus)
-    with threads_on({cpu}):
-        prefill, decode = (Side(role, transport=transport) for role in (Role.PREFILL, Role.DECODE))
-        try:
-            prefill.manager.start()
-            decode.manager.start()
-        except BaseException:
-            prefill.close()
-            decode.close()
-            raise
-    try:
+    with ExitStack() as stack:
+        with threads_on({cpu}):
+            prefill, decode = stack.enter_context(sides(transport))
         assert os.sched_getaffinity(0) == all_cpus
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         assert_handed_over(prefill, decode, tokens=40, chunk=16)
         after = threads()
         made = {thread: cpus for thread, cpus in after.items() if thread not in before}
@@ -58,9 +50,6 @@ def test_all_threads_of_a_manager_run_where_it_was_made(transport: str, all_cpus
         assert {thread: after[thread] for thread in before if thread in after} == {
             thread: cpus for thread, cpus in before.items() if thread in after
         }
-    finally:
-        decode.close()
-        prefill.close()
 
 
 def test_cpus_that_are_none_are_refused_and_nothing_changes(all_cpus: set[int]) -> None:

@@ -10,13 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_conn_effects import PLAN, PREFILL, Line, Rig
-from test_manager import receive
+from decode_rig import PLAN, PREFILL, Line, Rig
 
 from segue.kv.errors import Internal, PeerLost
-from segue.kv.ids import LeaderId, RankId, Role, TransferId, new_incarnation
+from segue.kv.ids import LeaderId, RankId, TransferId, new_incarnation
 from segue.kv.protocol import events
-from segue.kv.session.api import PeerInfo
 from segue.kv.transport.base import Fenced, PeerGone
 
 TRANSPORT = "fake"
@@ -54,11 +52,7 @@ class OneSided:
 
 def aborted(rig: Rig, room: int) -> TransferId:
     """A hand-off that has said where to write, and has failed."""
-    transfer = TransferId(room, 0, PREFILL, rig.manager.config.me)
-    handle = receive(rig.manager, transfer, 4, 60)
-    rig.turn()
-    handle.publish([0])
-    rig.turn()
+    transfer = rig.opened(room)
     rig.manager._handle(events.EndRoom(transfer.received_as, Internal("a test").info))
     assert rig.of(transfer, events.Quarantined)
     return transfer
@@ -70,8 +64,7 @@ def decode() -> Iterator[Rig]:
     ranks = made.manager._ranks._ranks
     yield made
     made.manager._ranks._ranks = ranks  # what is to be closed
-    made.manager.close()
-    made.memory.close()
+    made.close()
 
 
 @pytest.mark.parametrize("now_over", [TRANSPORT, "another"])
@@ -111,11 +104,9 @@ def test_the_death_of_one_rank_frees_no_page_however_many_peers_have_come_since(
     for rank, answer in transport.under_way:
         manager._moved(rank, TRANSPORT, answer)
     line: Any = decode.line
-    line.peer = PeerInfo(PREFILL, Role.PREFILL, "there", manager.hello())
     manager.closed(line, PeerLost("broken"))
     for _ in range(4):
-        line = Line()
-        line.peer = PeerInfo(LeaderId(new_incarnation()), Role.PREFILL, "there", manager.hello())
+        line = Line(LeaderId(new_incarnation()), manager.hello())
         manager.opened(line)
         manager.closed(line, PeerLost("gone again"))
     manager._moved(0, TRANSPORT, PeerGone(transport.writers.pop(), True, PeerLost("it has ended")))

@@ -3,140 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
-from test_conn_refusal import SPEC
-from test_manager import receive
+from decode_rig import PLAN, PREFILL, Line, Rig
+from kv_sides import receive
 
-from segue.kv.config import KVConfig, LeaderRuntime
-from segue.kv.errors import ErrorCode, Internal, OutOfCapacity, PeerLost, SegueError
-from segue.kv.ids import Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
+from segue.kv.errors import ErrorCode, Internal, OutOfCapacity, PeerLost
+from segue.kv.ids import KVPoll, RankId, TransferId
 from segue.kv.layout.content import Content
-from segue.kv.layout.planner import plan_pair
-from segue.kv.manager import KVManager
-from segue.kv.peers import PathSpeed, Peer
+from segue.kv.peers import Peer
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Abort, Accepted, Failed
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S
-from segue.kv.transport.base import PeerGone, TransportEvent
-from segue.kv.transport.memory.pool_memory import allocate
-
-PREFILL = LeaderId(Incarnation("a" * 32))
-PLAN = plan_pair([SPEC], [SPEC])
-
-
-class StillIo:
-    """An I/O thread without a thread: tests say when its loop turns."""
-
-    def __init__(self, _on_error: object) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.running = False
-
-    def post(self, function: Callable[..., object], *args: object) -> None:
-        self.loop.call_soon(function, *args)
-
-    def yield_gil(self) -> None: ...
-    def start(self) -> None: ...
-
-    def turn(self) -> None:
-        self.loop.run_until_complete(asyncio.sleep(0))
-
-    def stop(self) -> None:
-        self.loop.close()
-
-
-class Line:
-    """A session that takes everything, or breaks on messages of one hand-off."""
-
-    breaks: TransferId | None = None
-    closing = False
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        if message.transfer == self.breaks:
-            raise RuntimeError("a bug")
-        self.sent.append(message)
-
-    def close(self, error: object = None) -> None:
-        self.sent.append(error)
-
-
-class Rig:
-    """A decode manager with two open hand-offs; whatever it is asked for the first one can be broken."""
-
-    def __init__(self) -> None:
-        self.memory = allocate(SPEC.nbytes)
-        self.changes: list[Any] = []
-        self.on_change: Callable[[], object] = lambda: None
-        self.breaks_change: type[Any] | None = None
-        config = KVConfig(role=Role.DECODE, model="m", spec=SPEC, transports=["fake"])
-        #: the losses of ranks that the owner of the manager was told
-        self.losses: list[SegueError] = []
-        self.manager = KVManager(
-            config,
-            self.memory,
-            self.changed,
-            on_rank_lost=self.losses.append,
-            runtime=LeaderRuntime(io=StillIo),  # type: ignore[arg-type]
-        )
-        self.line = Line()
-        info = self.manager.compatibility.info
-        self.peer = Peer(self.line, info, "fake", PathSpeed("fake"), PLAN)  # type: ignore[arg-type]
-        self.manager._peers[PREFILL] = self.peer
-        self.manager._ranks.choose(PREFILL, "fake", ((0, 0),), ())
-        self.happens(events.PeerUp(PREFILL, PLAN, "fake"))
-        self.one, self.other = self.opened(5), self.opened(6)
-        self.changes.clear()
-
-    def opened(self, room: int) -> TransferId:
-        transfer = TransferId(room, 0, PREFILL, self.manager.config.me)
-        handle = receive(self.manager, transfer, 4, 60)
-        self.turn()
-        assert handle.poll() is KVPoll.WAITING_FOR_INPUT
-        handle.publish([room - 5])
-        self.turn()
-        return transfer
-
-    def turn(self) -> None:
-        self.manager.io.turn()  # type: ignore[attr-defined]
-
-    def happens(self, event: events.Event) -> None:
-        """The manager handles `event`."""
-        self.manager.post(event)
-        self.turn()
-
-    def moved(self, rank: int, transport: str, event: TransportEvent) -> None:
-        """A rank reports an event of one of its transports."""
-        self.manager.moved(rank, transport, event)
-        self.turn()
-
-    def changed(self, change: Any) -> None:
-        one = getattr(self, "one", None)
-        if one is not None and change.key == one.received_as and type(change) is self.breaks_change:
-            self.breaks_change = None
-            raise RuntimeError("a bug")
-        self.changes.append(change)
-        self.on_change()
-
-    def handle(self, *effects: events.Effect) -> None:
-        """Something happens that has these effects."""
-        exchange: Any = self.manager.exchange
-        normal = exchange.handle
-
-        def once(event: events.Event, now: float) -> list[events.Effect]:
-            exchange.handle = normal
-            return list(effects)
-
-        exchange.handle = once
-        self.manager._handle(events.Tick())  # what it leaves for the next turn is still to come
-
-    def of(self, transfer: TransferId, kind: type[Any]) -> list[Any]:
-        key = transfer.received_as
-        return [change for change in self.changes if change.key == key and type(change) is kind]
+from segue.kv.transport.base import PeerGone
 
 
 def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> events.Effect:
@@ -147,48 +28,37 @@ def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> events
         raise RuntimeError("a bug")
 
     one = rig.one
-    match kind.__name__:
-        case "Send":
-            rig.line.breaks = one
-            return events.Send(PREFILL, Abort(one))
-        case "PostWrite":
-            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
-            return events.PostWrite(one, 0, 1, 1, 0, ())
-        case "Relay":
-            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
-            return events.Relay(one, 0, 1, 1, 1, ())
-        case "Grant":
-            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
-            return events.Grant(one, 0, 1, (0,))
-        case "Fence":
-            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
-            return events.Fence(one, 0, RankId(PREFILL), 1)
-        case "ComputeChecksum":
-            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
-            return events.ComputeChecksum(one, 0, 1, Content((), ()))
-        case "Phase":
-            rig.breaks_change = kind
-            return events.Phase(one.received_as, KVPoll.TRANSFERRING)
-        case "Release":
-            rig.breaks_change = kind
-            return events.Release(one.received_as)
-        case "Quarantined":
-            rig.breaks_change = kind
-            return events.Quarantined(one.received_as, 1)
-        case "AskRoom" | "RegisterRoom" | "RoomSettled":
-            monkeypatch.setattr(rig.manager.queries, "carry_out", bug)
-            key = one.received_as
-            return events.RoomSettled(key) if kind is events.RoomSettled else kind(key, 1.0)
-        case _:
-            raise AssertionError(f"no way to break {kind.__name__} yet")
+    on_ranks = {
+        events.PostWrite: events.PostWrite(one, 0, 1, 1, 0, ()),
+        events.Relay: events.Relay(one, 0, 1, 1, 1, ()),
+        events.Grant: events.Grant(one, 0, 1, (0,)),
+        events.Fence: events.Fence(one, 0, RankId(PREFILL), 1),
+        events.ComputeChecksum: events.ComputeChecksum(one, 0, 1, Content((), ())),
+    }
+    told = {
+        events.Phase: events.Phase(one.received_as, KVPoll.TRANSFERRING),
+        events.Release: events.Release(one.received_as),
+        events.Quarantined: events.Quarantined(one.received_as, 1),
+    }
+    if kind is events.Send:
+        rig.line.breaks = one
+        return events.Send(PREFILL, Abort(one))
+    if kind in on_ranks:
+        monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
+        return on_ranks[kind]
+    if kind in told:
+        rig.breaks_change = kind
+        return told[kind]
+    monkeypatch.setattr(rig.manager.queries, "carry_out", bug)
+    key = one.received_as
+    return events.RoomSettled(key) if kind is events.RoomSettled else kind(key, 1.0)
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
-    made.manager.close()
-    made.memory.close()
+    made.close()
 
 
 #: What a hand-off says to its room or receiver, which have heard it: nothing is carried out.
@@ -273,17 +143,6 @@ def test_a_fence_that_the_transport_did_not_take_is_asked_again(
     assert (again, route.transport) == (effect, "fake")
 
 
-def test_a_closed_manager_asks_for_no_fence_again(rig: Rig) -> None:
-    asked: list[Any] = []
-    rig.manager._ranks.carry_out = lambda *what: asked.append(what)  # type: ignore[method-assign, assignment]
-    fence = events.Fence(rig.one, 0, RankId(PREFILL), 1)
-    for closed in (False, True):
-        rig.manager._closed = closed
-        rig.manager._fence_again(fence, None)
-        assert asked == [(fence, None)]
-    rig.manager._closed = False
-
-
 def test_a_fence_that_raises_when_a_rank_of_the_peer_has_died_costs_no_other_one_its_proof(rig: Rig) -> None:
     rig.manager._ranks.choose(PREFILL, "fake", ((0, 0), (1, 0)), ())
     fences = [events.Fence(rig.one, 0, RankId(PREFILL), 1), events.Fence(rig.other, 0, RankId(PREFILL), 2)]
@@ -307,7 +166,7 @@ def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined
 
     rig.manager.exchange.handle = bug  # type: ignore[method-assign, assignment]
     rig.happens(events.PeerUp(PREFILL, PLAN, "fake"))
-    assert type(rig.line.sent[-1]) is Internal
+    assert type(rig.line.closed_with[-1]) is Internal
 
 
 def test_a_last_word_that_was_not_sent_ends_the_session_so_that_the_peer_asks_again(rig: Rig) -> None:
@@ -316,13 +175,13 @@ def test_a_last_word_that_was_not_sent_ends_the_session_so_that_the_peer_asks_ag
     assert rig.manager.exchange.phase(rig.other) is KVPoll.FAILED, "it waits for a proof"
     for transfer in (over, rig.other):
         rig.line.breaks = transfer
-        rig.line.sent.clear()
+        rig.line.closed_with.clear()
         rig.handle(events.Send(PREFILL, Abort(transfer)))
-        assert [type(said) for said in rig.line.sent] == [Internal]
-    rig.line.sent.clear()
+        assert [type(said) for said in rig.line.closed_with] == [Internal]
+    rig.line.closed_with.clear()
     rig.line.breaks = rig.one
     rig.handle(events.Send(PREFILL, Accepted(rig.one)))
-    assert rig.line.sent == [], "this one ends, and with words of its own"
+    assert rig.line.closed_with == [], "this one ends, and with words of its own"
 
 
 def test_a_bug_that_a_peer_s_message_meets_ends_its_hand_off_on_both_sides(rig: Rig) -> None:
@@ -373,8 +232,7 @@ def test_the_timer_waits_for_the_nearest_deadline_also_when_it_came_last(rig: Ri
 
 def test_the_late_end_of_a_session_is_not_the_end_of_the_one_after_it(rig: Rig) -> None:
     old, new = rig.line, Line()
-    old.peer = type("P", (), {"role": Role.PREFILL, "leader": PREFILL})()  # type: ignore[attr-defined]
-    rig.manager._peers[PREFILL] = Peer(new, rig.manager.compatibility.info, "fake", PathSpeed("fake"), PLAN)  # type: ignore[arg-type]
+    rig.manager._peers[PREFILL] = Peer(new, rig.manager.compatibility.info, ["fake"], PLAN, rig.peer.chosen)  # type: ignore[arg-type]
     rig.manager.closed(old, OutOfCapacity("x"))  # type: ignore[arg-type]
     assert rig.manager._peers[PREFILL].session is new  # type: ignore[comparison-overlap]
     assert not rig.changes

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import VOCAB, GreedySampler, engine_for, save_model
+from kv_sides import Side, assert_fails, assert_succeeds, begin
 from test_conn_checksums import Hook
 from test_conn_own_memory import handing_over
-from test_manager import Side, begin
 
 from segue.engine.engine_api import SequenceStep, run_step
 from segue.engine.replica_engine import ReplicaEngine
 from segue.engine.request import SamplingParams
 from segue.kv.errors import ErrorCode
-from segue.kv.ids import KVPoll, Span, TransferId
+from segue.kv.ids import KVPoll, Span
 from segue.kv.layout.content import Content
 
 PROMPT = [3 + (17 * at * at + 5 * at) % (VOCAB - 3) for at in range(41)]
@@ -46,9 +46,9 @@ def step(
     return int(results[0].token or 0) if sample else -1
 
 
-def send(engine: ReplicaEngine, near: Side, far: Side) -> tuple[TransferId, list, int]:
+def send(engine: ReplicaEngine, near: Side, far: Side) -> tuple[list, int]:
     """Compute the prompt chunk by chunk and send each; both handles, and the first token."""
-    transfer, sender, receiver = begin(near, far, len(PROMPT))
+    _, sender, receiver = begin(near, far, len(PROMPT))
     receiver.publish(THERE, slot=TO_SLOT)
     near.wait(sender, KVPoll.WAITING_FOR_INPUT)
     first = -1
@@ -58,7 +58,7 @@ def send(engine: ReplicaEngine, near: Side, far: Side) -> tuple[TransferId, list
         first = step(engine, part, start, HERE, SLOT, end == len(PROMPT))
         last = str(first).encode()
         sender.send(Span(start, end), HERE, last if end == len(PROMPT) else None, slot=SLOT)
-    return transfer, [sender, receiver], first
+    return [sender, receiver], first
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,8 @@ def test_the_state_arrives_byte_for_byte_and_decode_goes_on_with_it(
     pools = [(engine.spec, engine.memory, []) for engine in (prefill, decode)]
     decode.pool.by_slot.fill_(255)  # what others have left there
     with handing_over(transport, pools[0], pools[1]) as (near, far):
-        _, (sender, receiver), first = send(prefill, near, far)
-        far.wait(receiver, KVPoll.SUCCESS)
-        near.wait(sender, KVPoll.SUCCESS)
-        for handle in (sender, receiver):
-            handle.clear()
+        (sender, receiver), first = send(prefill, near, far)
+        assert_succeeds({far: receiver, near: sender})
     assert torch.equal(decode.pool.by_slot[TO_SLOT], prefill.pool.by_slot[SLOT])
     for tensor in decode.pool.states:
         assert tensor[TO_SLOT].abs().max() > 0
@@ -108,11 +105,6 @@ def test_a_bit_of_the_state_that_changes_after_landing_fails_both_sides(
 
     with handing_over("shm", pools[0], pools[1]) as (near, far):
         hook.side, hook.before = far, flip
-        transfer, handles, _ = send(prefill, near, far)
-        for side in (near, far):
-            side.wait_release(transfer)
-        for handle in handles:
-            assert handle.poll() is KVPoll.FAILED
-            assert handle.error.code is ErrorCode.CHECKSUM_MISMATCH
-            assert f"chunk 2 (tokens 32 to {len(PROMPT)}" in handle.error.text
-            handle.clear()
+        (sender, receiver), _ = send(prefill, near, far)
+        said = f"chunk 2 (tokens 32 to {len(PROMPT)}"
+        assert_fails(ErrorCode.CHECKSUM_MISMATCH, said, {near: sender, far: receiver})

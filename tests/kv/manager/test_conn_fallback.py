@@ -1,19 +1,16 @@
-"""A pair whose shared memory cannot be mapped meets again without it, says so once, and hands KV over."""
+"""A pair whose shared memory cannot be mapped takes the next transport, says so, and hands KV over."""
 
 from __future__ import annotations
 
 import errno
 import logging
-import queue
 import threading
 
 import pytest
-from test_manager import Side, assert_at_rest, assert_handed_over
+from kv_sides import Side, assert_at_rest, assert_handed_over, joined, sides
 
-from segue.kv import manager as conn_manager
 from segue.kv.errors import OutOfCapacity, PeerLost
-from segue.kv.ids import LeaderId, RankId, Role, TransferId, new_incarnation
-from segue.kv.protocol.events import Fence
+from segue.kv.ids import RankId, Role
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.transport.base import PeerGone
 from segue.kv.transport.shm.shm_host import ShmHost
@@ -38,40 +35,29 @@ def _full(_host: ShmHost, _fd: int, _nbytes: int) -> None:
     raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
-def test_a_pool_that_cannot_be_mapped_is_reached_over_tcp_and_the_log_says_why_once(
+def test_a_pool_that_cannot_be_mapped_is_reached_over_tcp_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ShmHost, "map_pool", _full)
     caplog.set_level(logging.WARNING, "segue.kv")
     prefill = Side(Role.PREFILL, transports=BOTH)
     decodes = [Side(Role.DECODE, transports=BOTH) for _ in range(2)]
-    try:
-        prefill.manager.start()
+    with joined(prefill, *decodes):
         for decode in decodes:
-            there = _over_tcp(decode)
-            decode.manager.start()
-            decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
-            assert there.wait(60)
             for _ in range(2):
                 assert_handed_over(prefill, decode, 33, 8)
             assert_at_rest(decode)
         assert_at_rest(prefill)
-    finally:
         for side in (*decodes, prefill):
-            side.close()
-    said = [r.getMessage() for r in caplog.records if "not offered any more" in r.getMessage()]
-    assert len(said) == 1
-    assert "shm" in said[0]
-    assert "Cannot allocate memory" in said[0]
+            assert {path.transport for path in side.manager.paths().values()} == {"tcp"}
+    said = [r.getMessage() for r in caplog.records if "transport=shm, the next is tried" in r.getMessage()]
+    assert len(said) == len(decodes)
+    assert all("Cannot allocate memory" in text for text in said)
 
 
 def test_the_end_of_a_path_of_an_earlier_session_costs_the_session_that_goes_over_another_nothing() -> None:
     """A pair has met over shm and then, without it, over tcp: the old path's end is no news."""
-    prefill, decode = Side(Role.PREFILL, transports=BOTH), Side(Role.DECODE, transports=BOTH)
-    try:
-        prefill.manager.start()
-        decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+    with sides(transports=BOTH) as (prefill, decode):
         assert_handed_over(prefill, decode, 33, 8)
         there = _over_tcp(prefill)
 
@@ -85,34 +71,6 @@ def test_the_end_of_a_path_of_an_earlier_session_costs_the_session_that_goes_ove
         gone = PeerGone(RankId(decode.me), False, PeerLost("its socket was closed"))
         prefill.manager.moved(0, "shm", gone)
         assert_handed_over(prefill, decode, 33, 8)
-    finally:
-        decode.close()
-        prefill.close()
-
-
-def test_a_fence_that_was_not_taken_is_asked_again_of_the_transport_that_has_the_writes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Meanwhile the pair may have met anew over another transport, which knows nothing of them and would say
-    so at once."""
-    monkeypatch.setattr(conn_manager, "FENCE_AGAIN_S", 0.0)
-    prefill = Side(Role.PREFILL, transports=BOTH)
-    decode = LeaderId(new_incarnation())
-    ranks, asked = prefill.manager._ranks, queue.Queue[str]()
-    monkeypatch.setattr(ranks._ranks[0], "fence", lambda name, *_: asked.put(name))
-    fence = Fence(TransferId(1, 0, prefill.me, decode), 0, RankId(decode), 5)
-
-    def refuse() -> None:
-        ranks.choose(decode, "shm", [(0, 0)], ())
-        prefill.manager._not_done(fence, OutOfCapacity("full"))
-        ranks.choose(decode, "tcp", [(0, 0)], ())
-
-    try:
-        prefill.manager.start()
-        prefill.manager.io.post(refuse)
-        assert asked.get(timeout=60) == "shm"
-    finally:
-        prefill.close()
 
 
 def test_what_a_peer_was_told_decides_although_it_is_not_offered_any_more() -> None:
@@ -127,7 +85,7 @@ def test_what_a_peer_was_told_decides_although_it_is_not_offered_any_more() -> N
     def joined(what: bytes) -> str:
         return manager.compatibility.check_peer(
             PeerInfo(decode.me, Role.DECODE, "there", decode.manager.hello(), what)
-        ).transport
+        ).names[0]
 
     assert (joined(told), joined(manager.hello())) == ("shm", "tcp")
     assert manager.opening.withdraw("shm", error) is not error, "by another peer, meanwhile"

@@ -56,11 +56,11 @@ def test_a_sender_says_what_becomes_of_its_room() -> None:
     sender = KVSender(owner, ONE)
     full = OutOfCapacity("the pool is full").info
     sender.evict(full)
-    sender.allow(0, 1, DECODE)
+    sender.place(1, DECODE)
     sender.close()
-    evicted, allowed, closed = [event for (event,) in owner.posted]
+    evicted, placed, closed = [event for (event,) in owner.posted]
     assert evicted == events.EndRoom(ONE, full, unbound_s=0.0)
-    assert allowed == events.AllowReplacement(ONE, 0, 1, DECODE)
+    assert placed == events.PlaceRoom(ONE, 1, DECODE)
     assert isinstance(closed, events.EndRoom)
     assert (closed.key, closed.error.code, closed.unbound_s) == (ONE, ErrorCode.ABORTED_BY_CLIENT, None)
 

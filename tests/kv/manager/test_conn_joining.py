@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from kv_sides import SHAPE, assert_handed_over, sides
 from test_conn_paths import endpoint_bytes, info
-from test_manager import SHAPE, Side, assert_handed_over
 
 from segue.kv import peers
 from segue.kv.errors import LayoutMismatch, PeerRefused
@@ -18,7 +18,6 @@ from segue.kv.peers import Compatibility, PeerPlan, join
 from segue.kv.protocol.messages import HANDOFF_VERSIONS, LeaderInfo
 from segue.kv.session.api import PeerInfo
 from segue.kv.transport.kinds import KINDS
-from segue.kv.transport.probe import Scratch, page_shape
 from segue.kv.versions import Versions
 
 
@@ -32,11 +31,7 @@ def joined(prefill: LeaderInfo, decode: LeaderInfo) -> PeerPlan:
         assert made.info == theirs
         found.append(made)
     one, other_one = found
-    assert (one.transport, one.plan.pairs, one.probe) == (
-        other_one.transport,
-        other_one.plan.pairs,
-        other_one.probe,
-    )
+    assert (one.names, one.plan.pairs) == (other_one.names, other_one.plan.pairs)
     return one
 
 
@@ -75,38 +70,12 @@ def test_what_does_not_fit_is_refused_whichever_side_says_it(role: Role, changes
         join(Role.DECODE if role is Role.PREFILL else Role.PREFILL, mine, peer)
 
 
-def test_a_probe_writes_from_a_rank_to_one_that_it_shares_kv_with_and_into_that_one_s_own_scratch() -> None:
-    """Where another rank keeps nothing, this one may keep its KV."""
-    endpoints = {"tcp": [endpoint_bytes(1000)] * 3}
-    prefill = info(ranks=thirds(0, 1, 2), endpoints=endpoints, scratch=[(10, 64), (20, 64), (30, 64)])
-    decode = info(ranks=thirds(2, 1, 0), endpoints=endpoints, scratch=[(100, 8), (200, 16), (300, 32)])
-    probe = joined(prefill, decode).probe
-    assert probe is not None
-    assert (probe.source, probe.target, probe.scratch) == (0, 2, Scratch(300, 32))
-    assert probe.shape == page_shape(prefill.ranks[0], decode.ranks[2])
-
-
-@pytest.mark.parametrize("scratch", [[], [(10, 64)], [(10, 64), (20, 64)]])
-def test_nothing_is_measured_unless_every_rank_of_both_has_scratch(scratch: list[tuple[int, int]]) -> None:
-    endpoints = {"tcp": [endpoint_bytes(1000)] * 3}
-    whole = [(10, 64), (20, 64), (30, 64)]
-    for mine, theirs in ((scratch, whole), (whole, scratch)):
-        prefill, decode = (
-            info(ranks=thirds(0, 1, 2), endpoints=endpoints, scratch=each) for each in (mine, theirs)
-        )
-        assert joined(prefill, decode).probe is None
-
-
-def test_only_what_both_offer_is_measured_and_of_the_rest_it_is_said_why_not() -> None:
-    both = {"tcp": [endpoint_bytes(1000)]}
-    prefill = info(endpoints={**both, "shm": [endpoint_bytes(1000, "shm")]}, scratch=[(10, 64)])
-    decode = info(endpoints=both, scratch=[(20, 64)])
-    made = joined(prefill, decode)
-    assert made.probe is not None
-    assert (made.transport, made.probe.names) == ("tcp", ["tcp"])
-    assert [(one.transport, one.why_not) for one in made.probe.left_out] == [
-        ("shm", "is not offered by both")
-    ]
+@pytest.mark.parametrize("order", [("fake", "tcp"), ("tcp", "fake")])
+def test_the_order_is_that_of_prefill_and_only_what_both_offer_is_in_it(order: tuple[str, str]) -> None:
+    known = {"fake": [endpoint_bytes(1000, "fake")], "tcp": [endpoint_bytes(1000)]}
+    prefill = info(endpoints={name: known[name] for name in order} | {"nixl": [endpoint_bytes(1000, "nixl")]})
+    decode = info(endpoints={name: known[name] for name in reversed(order)})
+    assert joined(prefill, decode).names == list(order)
 
 
 def test_no_transport_in_common_names_those_of_either_side() -> None:
@@ -118,14 +87,9 @@ def test_no_transport_in_common_names_those_of_either_side() -> None:
 def test_a_pair_is_planned_once_a_session_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[object] = []
     monkeypatch.setattr(peers, "plan_pair", lambda *specs: planned.append(specs) or plan_pair(*specs))
-    prefill, decode = Side(Role.PREFILL), Side(Role.DECODE)
-    for side in (prefill, decode):
-        side.manager.start()
-    decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
-    assert_handed_over(prefill, decode, 8, 8)
+    with sides() as (prefill, decode):
+        assert_handed_over(prefill, decode, 8, 8)
     assert len(planned) == 2
-    for side in (prefill, decode):
-        side.close()
 
 
 def test_what_was_found_of_peers_whose_sessions_never_open_is_bounded() -> None:

@@ -1,4 +1,4 @@
-"""A rank of this process, over transports that do as they are told: what it grants, measures and ends."""
+"""A rank of this process, over transports that do as they are told: what it grants and ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_manager import spec
+from kv_sides import spec
 
-from segue.kv.errors import BootstrapTimeout, Internal, OutOfCapacity, TransferFailed
+from segue.kv.errors import OutOfCapacity, TransferFailed
 from segue.kv.ids import LeaderId, RankId, TransferId, new_incarnation
 from segue.kv.layout.content import Content, whole_pages
 from segue.kv.layout.spec import PoolSpec
@@ -19,14 +19,11 @@ from segue.kv.ranks import local_rank
 from segue.kv.ranks.local_rank import LocalRank
 from segue.kv.ready import ReadyEvent
 from segue.kv.threads import ThreadPerCall, Waits
-from segue.kv.transport.base import Endpoint, Fenced, WriteFailed, Written
+from segue.kv.transport.base import Endpoint, Fenced, WriteFailed
 from segue.kv.transport.memory.pool_memory import allocate
-from segue.kv.transport.probe import PageShape, Scratch
-from segue.lab.sim.sim_engine import lineage_spec
+from segue_lab.sim.sim_engine import lineage_spec
 
 PEER = RankId(LeaderId(new_incarnation()), 1)
-SCRATCH = 4096
-THEIRS, SHAPE = Scratch(0, 64), PageShape(1, 8)
 
 
 class Noting:
@@ -62,9 +59,9 @@ class Noting:
 
 
 class Rig:
-    def __init__(self, pool: PoolSpec, scratch_bytes: int = SCRATCH) -> None:
+    def __init__(self, pool: PoolSpec, names: tuple[str, ...] = ("one", "two")) -> None:
         self.asked: list[tuple[Any, ...]] = []
-        self.memory = allocate(pool.nbytes + scratch_bytes)
+        self.memory = allocate(pool.nbytes)
         self.transports: dict[str, Noting] = {}
 
         def made(name: str) -> Callable[[Any], Any]:
@@ -79,10 +76,9 @@ class Rig:
             0,
             pool,
             self.memory,
-            {name: made(name) for name in ("one", "two")},
+            {name: made(name) for name in names},
             digester,
             None,  # type: ignore[arg-type]
-            scratch_bytes,
         )
         self.moved: list[Any] = []
         self.hashed: list[Any] = []
@@ -91,9 +87,6 @@ class Rig:
         loop = asyncio.get_running_loop()
         owner: Any = SimpleNamespace(moved=lambda *event: self.moved.append(event), hashed=self.hashed.append)
         await self.rank.start(owner, SimpleNamespace(post=loop.call_soon, loop=loop))  # type: ignore[arg-type]
-
-    def measure(self, timeout_s: float = 60.0) -> asyncio.Task[Any]:
-        return asyncio.ensure_future(self.rank.measure("one", PEER, 7, THEIRS, SHAPE, timeout_s))
 
 
 def run(test: Callable[[Rig], Awaitable[None]], **options: Any) -> None:
@@ -113,39 +106,14 @@ def run(test: Callable[[Rig], Awaitable[None]], **options: Any) -> None:
     assert errors == []
 
 
-@pytest.mark.parametrize("scratch_bytes", [SCRATCH, 0])
-def test_libraries_are_waited_for_only_where_paths_are_measured(scratch_bytes: int) -> None:
+@pytest.mark.parametrize(("names", "waited"), [(("one", "two"), ["one", "two"]), (("one",), [])])
+def test_libraries_are_waited_for_only_where_another_transport_could_be_taken(
+    names: tuple[str, ...], waited: list[str]
+) -> None:
     async def test(rig: Rig) -> None:
-        loaded = [asked[1] for asked in rig.asked if asked[0] == "loaded"]
-        assert loaded == (["one", "two"] if scratch_bytes else [])
+        assert [asked[1] for asked in rig.asked if asked[0] == "loaded"] == waited
 
-    run(test, scratch_bytes=scratch_bytes)
-
-
-def test_a_peer_is_let_into_scratch_over_each_transport_and_nowhere_else() -> None:
-    async def test(rig: Rig) -> None:
-        rig.asked.clear()
-        await rig.rank.admit(["one", "two"], PEER, 7)
-        assert rig.rank.scratch is not None
-        area = rig.rank.scratch.area
-        assert rig.asked == [("grant", name, PEER, 7, area) for name in ("one", "two")]
-        assert area.ranges().tolist() == [[rig.rank.spec.nbytes, rig.rank.spec.nbytes + SCRATCH]]
-
-    run(test)
-
-
-def test_a_rank_without_scratch_lets_nobody_in_and_measures_nothing() -> None:
-    async def test(rig: Rig) -> None:
-        rig.asked.clear()
-        for refused in (
-            rig.rank.admit(["one"], PEER, 7),
-            rig.rank.measure("one", PEER, 7, THEIRS, SHAPE, 60),
-        ):
-            with pytest.raises(Internal, match="no scratch"):
-                await refused
-        assert rig.asked == []
-
-    run(test, scratch_bytes=0)
+    run(test, names=names)
 
 
 def test_what_may_be_written_are_the_pages_and_the_slot_of_the_state() -> None:
@@ -157,47 +125,13 @@ def test_what_may_be_written_are_the_pages_and_the_slot_of_the_state() -> None:
         assert rig.asked == [("grant", "two", PEER, 7, whole_pages(pool, (5, 2), 1))]
         assert rig.asked[0][4].state is not None
 
-    run(test, pool=pool, scratch_bytes=0)
+    run(test, pool=pool)
 
 
-def test_a_write_of_an_earlier_measurement_answers_none_of_a_later_one() -> None:
-    """It is still under way when its time is over: it says how slow the path was then."""
-
+def test_an_endpoint_that_cannot_be_read_is_a_typed_error() -> None:
     async def test(rig: Rig) -> None:
-        one = rig.transports["one"]
-        with pytest.raises(BootstrapTimeout):
-            await rig.measure(timeout_s=0.001)
-        first = one.written.get_nowait()
-        again = rig.measure()
-        second = await one.written.get()
-        assert second != first
-        one.on_event(Written(PEER, 7, first, 8, 600.0))
-        one.on_event(WriteFailed(PEER, 7, second, OutOfCapacity("the ring is full")))
-        one.on_event(WriteFailed(PEER, 7, second, OutOfCapacity("said twice")))
-        with pytest.raises(OutOfCapacity, match="the ring is full"):
-            await again
-        assert not rig.rank._measuring
-        assert one.written.empty()
-        assert [event[2].tag for event in rig.moved] == [first], "the owner knows no such write"
-
-    run(test)
-
-
-def test_a_measurement_ends_with_what_its_writes_took() -> None:
-    async def test(rig: Rig) -> None:
-        one, measured = rig.transports["one"], rig.measure()
-
-        async def land() -> None:
-            while True:
-                one.on_event(Written(PEER, 7, await one.written.get(), 8, 0.25))
-
-        landing = asyncio.ensure_future(land())
-        await measured
-        landing.cancel()
-        figures = measured.result()
-        assert figures.page_s > 0
-        assert not rig.rank._measuring
-        assert rig.moved == []
+        with pytest.raises(TransferFailed, match="unreadable endpoint"):
+            await rig.rank.connect("one", PEER, b"\xc1", 1.0)
 
     run(test)
 

@@ -13,7 +13,6 @@ from segue.kv.layout.content import Content
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import HANDOFF_VERSIONS, LeaderInfo
 from segue.kv.ranks.rank_group import Ranks
-from segue.kv.transport.probe import Scratch
 
 ME, PEER, OTHER = (LeaderId(new_incarnation()) for _ in range(3))
 FULL = OutOfCapacity("full").info
@@ -25,10 +24,9 @@ class Noting:
     spec = None
     checksums = ("xxh3-64",)
 
-    def __init__(self, number: int, names: tuple[str, ...] = ("shm", "tcp"), scratch: int = 0) -> None:
+    def __init__(self, number: int, names: tuple[str, ...] = ("shm", "tcp")) -> None:
         self.number = number
         self.endpoints = {name: f"{name} of {number}".encode() for name in names}
-        self.scratch = Scratch(100 * number, scratch) if scratch else None
         self.grants = False
         self.breaks_close = False
         self.asked: list[tuple[Any, ...]] = []
@@ -74,10 +72,8 @@ def decode() -> tuple[Ranks, list[Noting], TransferId]:
 
 
 def test_only_what_all_ranks_have_is_offered() -> None:
-    ranks = ranks_of(Role.PREFILL, Noting(0, ("shm", "tcp"), 8), Noting(1, ("tcp", "rdma"), 8))
+    ranks = ranks_of(Role.PREFILL, Noting(0, ("shm", "tcp")), Noting(1, ("tcp", "rdma")))
     assert ranks.endpoints == {"tcp": [b"tcp of 0", b"tcp of 1"]}
-    assert ranks.scratch == [(0, 8), (100, 8)]
-    assert ranks_of(Role.PREFILL, Noting(0, scratch=8), Noting(1)).scratch == [], "or none measures"
     assert not ranks.withdraw("tcp"), "nothing else is offered"
     assert not ranks.withdraw("shm")
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import ClassVar
 
-from test_manager import Side, assert_handed_over
+from kv_sides import assert_handed_over, sides
 
 from segue.kv.config import LeaderRuntime
 from segue.kv.errors import TransferFailed
-from segue.kv.ids import RankId, Role
+from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import Content
 from segue.kv.transport.base import Endpoint, EventSink, Fenced, Transport, WriteFailed, Written
@@ -67,31 +66,18 @@ class Board(Transport):
 WITH_BOARD = TransportKinds({**KINDS.known, "board": Board})
 
 
-def test_a_transport_of_ones_own_carries_a_hand_off_and_is_preferred_as_it_says() -> None:
-    make = partial(Side, transports=("tcp", "board"), runtime=LeaderRuntime(transports=WITH_BOARD))
-    prefill, decode = make(Role.PREFILL), make(Role.DECODE)
-    try:
-        prefill.manager.start()
-        decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+OWN_FIRST = {"transports": ("board", "tcp"), "runtime": LeaderRuntime(transports=WITH_BOARD)}
+
+
+def test_a_transport_of_ones_own_carries_a_hand_off() -> None:
+    with sides(**OWN_FIRST) as (prefill, decode):
         assert_handed_over(prefill, decode, 23, 7)
         assert {peer.leader for peer in Board.written} == {decode.me}
-    finally:
-        decode.close()
-        prefill.close()
     assert not Board._ranks
 
 
 def test_who_does_not_know_a_transport_takes_the_next_one() -> None:
-    prefill = Side(Role.PREFILL, transports=("board", "tcp"), runtime=LeaderRuntime(transports=WITH_BOARD))
-    decode = Side(Role.DECODE, transport="tcp")
     written = len(Board.written)
-    try:
-        prefill.manager.start()
-        decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+    with sides("tcp", prefill=OWN_FIRST) as (prefill, decode):
         assert_handed_over(prefill, decode, 8, 8)
         assert len(Board.written) == written
-    finally:
-        decode.close()
-        prefill.close()

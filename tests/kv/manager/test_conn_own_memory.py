@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_manager import LIMITS, Side, expect, receive, spec
+from kv_sides import LIMITS, Side, begin, joined, spec
 
 from segue.kv.config import KVConfig
 from segue.kv.errors import ConfigError, LayoutMismatch
-from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
+from segue.kv.ids import KVPoll, Role, Span
 from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.manager import KVManager
 from segue.kv.transport import kinds
@@ -31,6 +31,7 @@ from segue.kv.transport.tcp.tcp_wire import Cursor, Rows
 LAYERS, HEADS, DIM, TOKENS = 5, 3, 8, 45
 SHAPE = KVShape(layers=LAYERS, kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype="float16", item_bytes=2)
 Pool = tuple[PoolSpec, Memory, list[list[np.ndarray]]]
+ROLES = (Role.PREFILL, Role.DECODE)
 
 
 def layer_of(order: str, pages: int, size: int, whole: np.ndarray | None = None) -> list[np.ndarray]:
@@ -109,18 +110,13 @@ def inside(ranges: list[tuple[int, int]], layers: list[list[np.ndarray]]) -> boo
 
 @contextmanager
 def handing_over(transport: str, source: Pool, target: Pool) -> Iterator[tuple[Side, Side]]:
-    pools = zip((Role.PREFILL, Role.DECODE), (source, target), strict=True)
-    prefill, decode = (
-        Side(role, transport=transport, spec=spec, memory=memory) for role, (spec, memory, _) in pools
-    )
-    try:
-        prefill.manager.start()
-        decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
-        yield prefill, decode
-    finally:
-        decode.manager.close()
-        prefill.manager.close()
+    """Between pools whose memory outlives it."""
+    pools = [{"spec": spec, "memory": memory} for spec, memory, _ in (source, target)]
+    made = [Side(role, transport=transport, **pool) for role, pool in zip(ROLES, pools, strict=True)]
+    for side in made:
+        side.close = side.manager.close  # type: ignore[method-assign]
+    with joined(*made):
+        yield made[0], made[1]
 
 
 KINDS = {"own": engine_pool, "shared": shared_pool, "ours": our_pool}
@@ -169,10 +165,7 @@ def test_kv_goes_from_one_engines_tensors_into_anothers_without_a_copy(
     before = [[kind.copy() for kind in layer] for layer in target[2]]
     seen = Addresses(monkeypatch)
     with handing_over(transport, source, target) as (prefill, decode):
-        transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-        sender = expect(prefill.manager, transfer, TOKENS, budget_s=60)
-        receiver = receive(decode.manager, transfer, TOKENS, budget_s=60)
-        decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+        _, sender, receiver = begin(prefill, decode, TOKENS)
         receiver.publish(pages[1])
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         sender.send(Span(0, 20), pages[0])

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 from test_worker_rank import FULL, PEER, Owner, Refusing, with_raw_worker
 
-from segue.kv import process_link
-from segue.kv.errors import BootstrapTimeout, PeerLost, RequestTooLarge, SegueError, TransferFailed
+from segue.kv.errors import BootstrapTimeout, PeerLost, SegueError, TransferFailed
 from segue.kv.ids import RankId, TransferId
 from segue.kv.io import LoopIo
 from segue.kv.layout.content import Content
 from segue.kv.limits import Limits
-from segue.kv.path_figures import PathFigures
 from segue.kv.process_link import Frames, PongAnswer, encode
 from segue.kv.protocol import events
 from segue.kv.ranks import rank_wire as wire
@@ -26,7 +24,6 @@ from segue.kv.ranks.rank_link import RankLink
 from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
 from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
-from segue.kv.transport.probe import PageShape, Scratch
 
 TRANSFER = TransferId(5, 0, PEER.leader, PEER.leader)
 NOTHING = Content((), ())
@@ -42,12 +39,13 @@ def test_only_what_is_still_unanswered_is_answered_when_the_worker_ends() -> Non
             rank.write("shm", PEER, 5, tag, ())
             rank.fence("shm", PEER, 10 + tag)
             rank.checksum(asked(tag))
+        rank.checksum(asked(3))
         rank.write("shm", PEER, 6, 3, ())
         error = TransferFailed("broke").info
         for answer in (
             wire.MovedAnswer("shm", Written(PEER, 5, 1, 640, 0.25)),
             wire.MovedAnswer("shm", Fenced(PEER, 11, False)),
-            wire.ChecksumAnswer(events.ChecksumReady(TRANSFER, 0, 1, 77)),
+            events.ChecksumReady(TRANSFER, 0, 1, 77),
             wire.MovedAnswer("shm", WriteFailed(PEER, 6, 3, error.exception(), True)),
             wire.MovedAnswer("shm", PeerGone(PEER, True, error.exception())),
         ):
@@ -61,22 +59,22 @@ def test_only_what_is_still_unanswered_is_answered_when_the_worker_ends() -> Non
         assert (gone.peer, gone.proven, gone.error.info) == (PEER, True, error)
         owner.heard.clear()
         worker.shutdown(socket.SHUT_RDWR)
-        await owner.until(lambda: len(owner.heard) == 4)
-        failed, lost, fenced, hashed = owner.heard
+        await owner.until(lambda: len(owner.heard) == 5)
+        failed, lost, fenced, *hashed = owner.heard
         assert (failed.tag, failed.refused, str(failed.error)) == (2, False, str(lost))
         assert isinstance(lost, PeerLost)
         assert fenced == Fenced(PEER, 12, True), "the end of its process is the proof"
-        assert (hashed.tag, hashed.error) == (2, lost.info)
+        assert [(each.tag, each.error) for each in hashed] == [(2, lost.info), (3, lost.info)], "each of them"
         rank.fence("shm", PEER, 13)
         assert owner.heard[-1] == Fenced(PEER, 13, True)
         rank.write("shm", PEER, 5, 4, ())
         failed = owner.heard[-1]
         assert (failed.epoch, failed.tag, str(failed.error)) == (5, 4, str(lost)), "or nobody would"
-        for refused in (lambda: rank.grant("shm", PEER, 6, [1]), lambda: rank.checksum(asked(3))):
+        for refused in (lambda: rank.grant("shm", PEER, 6, [1]), lambda: rank.checksum(asked(4))):
             with pytest.raises(PeerLost):
                 refused()
         with pytest.raises(PeerLost):
-            await rank.admit(["shm"], PEER, 6)
+            await rank.connect("shm", PEER, b"", 5.0)
 
     with_raw_worker(use)
 
@@ -87,14 +85,14 @@ def test_who_waits_for_an_answer_hears_that_the_worker_is_lost_or_that_it_takes_
         with pytest.raises(BootstrapTimeout, match="ConnectCommand in time"):
             await rank.connect("shm", PEER, b"", 0.01)
         rank._link.limits = Limits()
-        admitting = asyncio.ensure_future(rank.admit(["shm"], PEER, 6))
+        admitting = asyncio.ensure_future(rank.connect("shm", PEER, b"", 60.0))
         await asyncio.sleep(0)
         worker.sendall(encode(wire.DoneAnswer(1)))  # too late, and of nobody
         worker.sendall(2 * encode(wire.DoneAnswer(2)))  # once is enough
         await admitting
         waiting = asyncio.ensure_future(rank.connect("shm", PEER, b"", 60.0))
         await asyncio.sleep(0)
-        worker.sendall(encode(wire.DoneAnswer(3, None, FULL.info)))
+        worker.sendall(encode(wire.DoneAnswer(3, FULL.info)))
         with pytest.raises(SegueError, match="no grant is free"):
             await waiting
         waiting = asyncio.ensure_future(rank.connect("shm", PEER, b"", 60.0))
@@ -120,35 +118,13 @@ def test_a_question_has_its_own_time_and_that_of_a_worker_which_is_slow_to_answe
     async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
         rank._link.limits = Limits(peer_silence_s=20.0)
         monkeypatch.setattr(asyncio, "timeout", noted)
-        asking = [
-            asyncio.ensure_future(each)
-            for each in (
-                rank.connect("shm", PEER, b"", 5.0),
-                rank.admit(["shm"], PEER, 6),
-                rank.measure("shm", PEER, 5, Scratch(0, 2), PageShape(1, 1), 7.0),
-            )
-        ]
+        asking = [asyncio.ensure_future(rank.connect("shm", PEER, b"", wait_s)) for wait_s in (5.0, 7.0)]
         await asyncio.sleep(0)
         monkeypatch.undo()
-        assert waits == [25.0, 20.0, 27.0]
-        figures = PathFigures(page_s=0.5, bytes_per_s=2.0)
-        for number in (1, 2, 3):
-            worker.sendall(encode(wire.DoneAnswer(number, figures if number == 3 else None)))
-        assert await asyncio.gather(*asking) == [None, None, figures]
-
-    with_raw_worker(use)
-
-
-def test_each_checksum_of_a_hand_off_is_answered_when_the_worker_ends() -> None:
-    """Pages wait for every one of them."""
-
-    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
-        for tag in (1, 2, 3):
-            rank.checksum(asked(tag))
-        worker.shutdown(socket.SHUT_RDWR)
-        await owner.until(lambda: len(owner.heard) == 4)
-        lost, *hashed = owner.heard
-        assert [(each.tag, each.error) for each in hashed] == [(tag, lost.info) for tag in (1, 2, 3)]
+        assert waits == [25.0, 27.0]
+        for number in (1, 2):
+            worker.sendall(encode(wire.DoneAnswer(number)))
+        assert await asyncio.gather(*asking) == [None, None]
 
     with_raw_worker(use)
 
@@ -169,15 +145,10 @@ class Answering(Refusing):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scratch = Scratch(640, 64)
         self.order: list[str] = []
 
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
         self.order.append(f"connect {transport} {endpoint!r} {timeout_s}")
-
-    async def measure(self, *given: Any) -> PathFigures:  # type: ignore[override]
-        self.order.append(f"measure {given[2]}")
-        return PathFigures(page_s=0.5, bytes_per_s=2.0)
 
     def write(
         self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Any, ready: Any = None
@@ -203,11 +174,6 @@ class Answering(Refusing):
         error = FULL.info if effect.tag == 8 else None
         self.owner.hashed(events.ChecksumReady(effect.transfer, effect.rank, effect.tag, 77, error))
 
-    def admit_now(self, *given: Any) -> None:
-        self.order.append(f"admit {given[0]} {given[2]}")
-        if given[2] == 6:
-            raise FULL
-
     def close(self) -> None:
         self.order.append("closed")
 
@@ -222,11 +188,6 @@ def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -
     async def main() -> None:
         await rank.start(owner, LoopIo(asyncio.get_running_loop()))
         await rank.connect("shm", PEER, b"where", 5.0)
-        figures = await rank.measure("shm", PEER, 5, Scratch(0, 2), PageShape(1, 1), 5.0)
-        assert figures == PathFigures(page_s=0.5, bytes_per_s=2.0)
-        await rank.admit(["shm", "tcp"], PEER, 5)
-        with pytest.raises(SegueError, match="no grant is free"):
-            await rank.admit(["shm"], PEER, 6)
         rank.grant("shm", PEER, 5, [3, 1], 2)
         rank.write("shm", PEER, 5, 1, ())
         rank.write("shm", PEER, 5, 9, ())
@@ -259,13 +220,10 @@ def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -
         Fenced(PEER, 6, False),
     ]
     assert [each.proven for each in owner.heard if isinstance(each, PeerGone)] == [True, False]
-    said = (rank.spec, rank.endpoints, rank.scratch, rank.checksums)
-    assert said == (answering.spec, answering.endpoints, answering.scratch, answering.checksums)
+    said = (rank.spec, rank.endpoints, rank.checksums)
+    assert said == (answering.spec, answering.endpoints, answering.checksums)
     assert answering.order == [
         "connect shm b'where' 5.0",
-        "measure 5",
-        "admit ['shm', 'tcp'] 5",
-        "admit ['shm'] 6",
         "grant 5 [3, 1] 2",
     ]
     assert isinstance(gone.get(timeout=60), PeerLost)
@@ -350,18 +308,3 @@ def test_messages_are_found_wherever_the_bytes_are_cut() -> None:
     frames = Frames(wire.HandOff)
     assert frames.feed(data[:-1]) == said[:2]
     assert frames.feed(data[-1:]) == said[2:]
-
-
-def test_a_message_as_long_as_may_be_is_said_and_heard_and_a_longer_one_is_neither(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    message = wire.GrantCommand("shm", PEER, 5, list(range(100)), None)
-    longest = len(encode(message)) - process_link.HEAD.size
-    monkeypatch.setattr(process_link, "MAX_BYTES", longest)
-    data = encode(message)
-    assert Frames(wire.HandOff).feed(data) == [message]
-    monkeypatch.setattr(process_link, "MAX_BYTES", longest - 1)
-    with pytest.raises(RequestTooLarge):
-        encode(message)
-    with pytest.raises(TransferFailed, match="are taken"):
-        Frames(wire.HandOff).feed(data[: process_link.HEAD.size])

@@ -3,71 +3,69 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 import pytest
-from test_manager import expect, receive
+from kv_sides import Side, expect, receive
 
-from segue.kv.config import KVConfig
-from segue.kv.errors import ErrorCode, Internal, InvalidRequest
+from segue.kv.errors import ErrorCode, InvalidRequest
 from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, TransferId
-from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
-from segue.kv.manager import KVManager
 from segue.kv.protocol import events
-from segue.kv.transport.memory.pool_memory import allocate
 
-SHAPE = KVShape(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
-SPEC = PoolSpec(shape=SHAPE, page_tokens=4, pages=4, layer_count=1, head_count=1)
+OPENED = {Role.PREFILL: expect, Role.DECODE: receive}
+
+
+def hand_off(side: Side, room: int = 5) -> TransferId:
+    """One of `side` with a leader that never comes."""
+    other = LeaderId(Incarnation("d" * 32))
+    pair = (side.me, other) if side.manager.config.role is Role.PREFILL else (other, side.me)
+    return TransferId(room, 0, *pair)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-@pytest.mark.parametrize("reason", ["used before", "too many"])
-def test_a_refused_hand_off_is_reported_and_forgotten(role: Role, reason: str) -> None:
-    memory = allocate(SPEC.nbytes)
-    changes: list[object] = []
-    limits = Limits(max_transfers=1 if reason == "too many" else 8)
-    config = KVConfig(role=role, model="m", spec=SPEC, transports=["fake"], limits=limits)
-    manager = KVManager(config, memory, changes.append)
-    try:
-        other = LeaderId(Incarnation("d" * 32))
-        ids = (config.me, other) if role is Role.PREFILL else (other, config.me)
-        first = TransferId(5, 0, *ids)
-        second = TransferId(6, 0, *ids) if reason == "too many" else first
-        posted: list[events.Event] = []
-        manager.post = lambda *batch: posted.extend(batch)  # type: ignore[method-assign]
-        opened = expect if role is Role.PREFILL else receive
-        opened(manager, first, 4, 60)
-        manager._handle(posted.pop())
-        if reason == "used before":
-            manager._handle(events.EndRoom(first.received_as, Internal("ended").info))
-            manager.forget(first.received_as)
-        changes.clear()
-        handle = opened(manager, second, 4, 60)
-        manager._handle(posted.pop())
-        assert handle.poll() is KVPoll.FAILED
-        assert handle.error is not None
-        assert handle.error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.OUT_OF_CAPACITY)
-        assert handle.released
-        assert [type(c) for c in changes] == [events.Phase, events.Release]
-        handle.clear()
-        assert manager.sizes()["handles"] == (1 if reason == "too many" else 0), "of the first one"
-    finally:
-        manager.close()
-        memory.close()
+@pytest.mark.parametrize("reason", [ErrorCode.INVALID_REQUEST, ErrorCode.OUT_OF_CAPACITY])
+def test_a_refused_hand_off_is_reported_and_forgotten(role: Role, reason: ErrorCode) -> None:
+    """Its room was used before, or there are too many."""
+    many = reason is ErrorCode.OUT_OF_CAPACITY
+    with closing(Side(role, transport="fake", limits=Limits(max_transfers=1 if many else 8))) as side:
+        side.manager.start()
+        first = OPENED[role](side.manager, hand_off(side), 4, 60)
+        if not many:
+            first.abort()
+            side.next(events.Release)
+            first.clear()
+        refused = OPENED[role](side.manager, hand_off(side, 6 if many else 5), 4, 60)
+        side.next(events.Release)
+        assert side.changes.empty()
+        assert (refused.poll(), refused.released) == (KVPoll.FAILED, True)
+        assert refused.error is not None
+        assert refused.error.code is reason
+        refused.clear()
+        assert side.manager.sizes()["handles"] == many, "of the first one"
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("budget_s", [math.nan, math.inf, -math.inf])
 def test_a_budget_without_an_end_is_refused(role: Role, budget_s: float) -> None:
     """The deadline of NaN never passes."""
-    memory = allocate(SPEC.nbytes)
-    manager = KVManager(KVConfig(role=role, model="m", spec=SPEC, transports=["fake"]), memory)
-    try:
-        other = LeaderId(Incarnation("d" * 32))
-        ids = (manager.config.me, other) if role is Role.PREFILL else (other, manager.config.me)
+    with closing(Side(role, transport="fake")) as side:
         with pytest.raises(InvalidRequest, match="budget_s"):
-            (expect if role is Role.PREFILL else receive)(manager, TransferId(5, 0, *ids), 8, budget_s)
-        assert manager.sizes()["handles"] == 0
-    finally:
-        manager.close()
-        memory.close()
+            OPENED[role](side.manager, hand_off(side), 8, budget_s)
+        assert side.manager.sizes()["handles"] == 0
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_argument_that_cannot_be_handled_ends_the_hand_off_at_once(role: Role) -> None:
+    """Not by its deadline: there is no half that would have one."""
+    with closing(Side(role, transport="fake")) as side:
+        side.manager.start()
+        transfer, wrong = hand_off(side), {"claim": None}
+        if role is Role.PREFILL:
+            half = side.manager.expect(transfer.sent_as, 4, 60, **wrong)
+        else:
+            half = side.manager.receive(transfer.received_as, transfer.prefill, 4, 60, **wrong)
+        side.next(events.Release)
+        assert side.changes.empty()
+        assert (half.poll(), half.released) == (KVPoll.FAILED, True)
+        assert half.error.code is ErrorCode.INTERNAL

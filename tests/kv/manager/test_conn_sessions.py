@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_conn_effects import PLAN, PREFILL, Line, Rig
-from test_manager import receive
+from decode_rig import PREFILL, Line, Rig
+from kv_sides import receive
 
 from segue.kv import manager as managers
 from segue.kv.errors import ErrorCode, OutOfCapacity, PeerLost, TransferFailed
-from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, RankId, Role, RoomKey, TransferId
-from segue.kv.path_figures import PathChoice
-from segue.kv.peers import MEASURED_BYTES, PathSpeed, Peer
+from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId, RankId, RoomKey, TransferId
+from segue.kv.peers import PathSpeed, Peer
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Accepted, Failed, Gone, PathChosen
 from segue.kv.protocol.room_ranks import DpRanks, PrefillInstance
-from segue.kv.session.api import PeerInfo
 from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
 from segue.server.messages.control import Load
 
@@ -25,76 +23,33 @@ ANOTHER = LeaderId(Incarnation("b" * 32))
 GONE = PeerLost("the cable")
 
 
-class Session(Line):
-    """As `Line`; with the peer at its other end."""
-
-    def __init__(self, leader: LeaderId = PREFILL, hello: bytes = b"") -> None:
-        super().__init__()
-        self.peer = PeerInfo(leader, Role.PREFILL, "there", hello)
-        self.closed_with: list[Any] = []
-
-    def close(self, error: object = None) -> None:
-        self.closed_with.append(error)
-
-
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     made = Rig()
-    made.session = Session(PREFILL, made.manager.hello())  # type: ignore[attr-defined]
-    made.peer.session = made.session  # type: ignore[attr-defined]
     yield made
-    made.manager.close()
-    made.memory.close()
-
-
-def session_of(rig: Rig) -> Session:
-    found: Session = rig.session  # type: ignore[attr-defined]
-    return found
-
-
-def ended(rig: Rig, transfer: TransferId) -> list[ErrorCode]:
-    return [
-        change.error.code
-        for change in rig.of(transfer, events.Phase)
-        if change.phase is KVPoll.FAILED and change.error is not None
-    ]
-
-
-def seen(rig: Rig) -> list[events.Event]:
-    """The protocol's events from now on."""
-    told: list[events.Event] = []
-    exchange: Any = rig.manager.exchange
-    normal = exchange.handle
-
-    def handle(event: events.Event, now: float) -> list[events.Effect]:
-        told.append(event)
-        result: list[events.Effect] = normal(event, now)
-        return result
-
-    exchange.handle = handle
-    return told
+    made.close()
 
 
 # ---- sessions ----------------------------------------------------------------------------------------
 
 
 def test_messages_of_a_session_that_is_not_the_peer_s_are_nobody_s(rig: Rig) -> None:
-    told, old, stranger = seen(rig), Session(), Session(ANOTHER)
+    told, old, stranger = rig.seen(), Line(), Line(ANOTHER)
     for session in (old, stranger):
         rig.manager.received(session, Failed(rig.one, GONE.info))  # type: ignore[arg-type]
         rig.manager.received(session, "nonsense")  # type: ignore[arg-type]
         rig.manager.closed(session, GONE)  # type: ignore[arg-type]
         assert session.closed_with == []
     assert told == []
-    rig.manager.received(session_of(rig), Accepted(rig.one))  # type: ignore[arg-type]
+    rig.manager.received(rig.line, Accepted(rig.one))  # type: ignore[arg-type]
     assert told == [events.Received(PREFILL, Accepted(rig.one))]
 
 
 def test_what_is_no_message_between_leaders_ends_the_session(rig: Rig) -> None:
-    told = seen(rig)
+    told = rig.seen()
     load = Load(dp_rank=0, running=0, waiting=0, tokens=0, pages_free=0, pages_total=0)
-    rig.manager.received(session_of(rig), load)  # type: ignore[arg-type]
-    [error] = session_of(rig).closed_with
+    rig.manager.received(rig.line, load)  # type: ignore[arg-type]
+    [error] = rig.line.closed_with
     assert isinstance(error, TransferFailed)
     assert "Load is no message between leaders" in str(error)
     assert told == []
@@ -104,10 +59,10 @@ def test_what_comes_before_the_path_is_open_waits_and_is_heard_in_its_order_once
     peer = rig.peer
     opening = rig.manager.io.loop.create_future()
     peer.opening = opening  # type: ignore[assignment]
-    told = seen(rig)
+    told = rig.seen()
     words = [Accepted(rig.one), Gone(rig.other), Failed(rig.one, GONE.info)]
     for word in words:
-        rig.manager.received(session_of(rig), word)  # type: ignore[arg-type]
+        rig.manager.received(rig.line, word)  # type: ignore[arg-type]
     assert told == []
     rig.manager._ready(peer)
     up, *heard = told
@@ -115,7 +70,7 @@ def test_what_comes_before_the_path_is_open_waits_and_is_heard_in_its_order_once
     assert (up.peer, up.transport) == (PREFILL, "fake")
     assert heard == [events.Received(PREFILL, word) for word in words]
     assert peer.early == []
-    rig.manager.received(session_of(rig), Accepted(rig.other))  # type: ignore[arg-type]
+    rig.manager.received(rig.line, Accepted(rig.other))  # type: ignore[arg-type]
     assert told[-1] == events.Received(PREFILL, Accepted(rig.other))
     opening.cancel()
 
@@ -129,10 +84,10 @@ def test_no_more_waits_for_a_path_than_there_is_to_say_of_each_hand_off(
     opening = rig.manager.io.loop.create_future()
     peer.opening = opening  # type: ignore[assignment]
     for _ in range(limit):
-        rig.manager.received(session_of(rig), Accepted(rig.one))  # type: ignore[arg-type]
-    assert session_of(rig).closed_with == []
-    rig.manager.received(session_of(rig), Accepted(rig.one))  # type: ignore[arg-type]
-    [error] = session_of(rig).closed_with
+        rig.manager.received(rig.line, Accepted(rig.one))  # type: ignore[arg-type]
+    assert rig.line.closed_with == []
+    rig.manager.received(rig.line, Accepted(rig.one))  # type: ignore[arg-type]
+    [error] = rig.line.closed_with
     assert "too many messages" in str(error)
     opening.cancel()
 
@@ -142,13 +97,13 @@ def test_the_end_of_a_session_ends_its_hand_offs_and_the_opening_of_its_path(rig
     peer = rig.peer
     opening = rig.manager.io.loop.create_future()
     peer.opening = opening  # type: ignore[assignment]
-    rig.manager.closed(session_of(rig), GONE)  # type: ignore[arg-type]
+    rig.manager.closed(rig.line, GONE)  # type: ignore[arg-type]
     assert opening.cancelled()
     assert PREFILL not in rig.manager._peers
-    assert ended(rig, rig.one) == ended(rig, rig.other) == [ErrorCode.PEER_LOST]
-    assert ended(rig, elsewhere) == []
+    assert rig.ended(rig.one) == rig.ended(rig.other) == [ErrorCode.PEER_LOST]
+    assert rig.ended(elsewhere) == []
     # A path that is ready all the same is of nobody now.
-    told = seen(rig)
+    told = rig.seen()
 
     async def opened(_: Peer) -> None: ...
 
@@ -159,16 +114,8 @@ def test_the_end_of_a_session_ends_its_hand_offs_and_the_opening_of_its_path(rig
 
 def _with_another(rig: Rig) -> TransferId:
     """A third hand-off, with a peer of its own."""
-    info = rig.manager.compatibility.info
-    rig.manager._peers[ANOTHER] = Peer(Session(ANOTHER), info, "fake", PathSpeed("fake"), PLAN)  # type: ignore[arg-type]
-    rig.manager._ranks.choose(ANOTHER, "fake", ((0, 0),), {PREFILL, ANOTHER})
-    rig.happens(events.PeerUp(ANOTHER, PLAN, "fake"))
-    transfer = TransferId(9, 0, ANOTHER, rig.manager.config.me)
-    handle = receive(rig.manager, transfer, 4, 60)
-    rig.turn()
-    handle.publish([3])
-    rig.turn()
-    return transfer
+    rig.meets(Line(ANOTHER))
+    return rig.opened(9, ANOTHER)
 
 
 def test_a_refusal_ends_what_waits_for_a_peer_that_is_not_there_and_nothing_of_one_that_is(rig: Rig) -> None:
@@ -177,20 +124,19 @@ def test_a_refusal_ends_what_waits_for_a_peer_that_is_not_there_and_nothing_of_o
     rig.turn()
     refusal = OutOfCapacity("too many sessions")
     rig.manager._peer_refused(PREFILL, refusal)
-    assert ended(rig, rig.one) == ended(rig, waits) == []
+    assert rig.ended(rig.one) == rig.ended(waits) == []
     rig.manager._peer_refused(ANOTHER, refusal)
-    assert ended(rig, waits) == [ErrorCode.OUT_OF_CAPACITY]
-    assert ended(rig, rig.one) == []
+    assert rig.ended(waits) == [ErrorCode.OUT_OF_CAPACITY]
+    assert rig.ended(rig.one) == []
 
 
 def test_the_first_word_about_the_choice_of_a_path_counts(rig: Rig) -> None:
     peer = rig.peer
-    rig.manager.received(session_of(rig), PathChosen("fake"))  # type: ignore[arg-type]  # nobody waits for it
-    peer.word = rig.manager.io.loop.create_future()
+    peer.chosen = rig.manager.io.loop.create_future()
     for name in ("first", "second"):
-        rig.manager.received(session_of(rig), PathChosen(name))  # type: ignore[arg-type]
-    assert peer.word.result() == PathChosen("first")
-    assert session_of(rig).closed_with == []
+        rig.manager.received(rig.line, PathChosen(name))  # type: ignore[arg-type]
+    assert peer.chosen.result() == "first"
+    assert rig.line.closed_with == []
 
 
 # ---- transports --------------------------------------------------------------------------------------
@@ -203,7 +149,7 @@ def epoch_of(rig: Rig, transfer: TransferId) -> int:
 def test_what_a_transport_says_of_an_epoch_reaches_its_hand_off_and_of_one_that_is_over_nobody(
     rig: Rig,
 ) -> None:
-    told = seen(rig)
+    told = rig.seen()
     epoch, peer = epoch_of(rig, rig.one), RankId(PREFILL)
     broke = TransferFailed("x")
     rig.moved(2, "fake", Written(peer, epoch, 4, 100, 0.5))
@@ -226,13 +172,14 @@ def test_what_a_transport_says_of_an_epoch_reaches_its_hand_off_and_of_one_that_
 
 
 def test_a_closed_manager_hears_nothing_any_more(rig: Rig) -> None:
-    told, epoch = seen(rig), epoch_of(rig, rig.one)
+    told, epoch, asked = rig.seen(), epoch_of(rig, rig.one), list[Any]()
+    rig.manager._ranks.carry_out = lambda *what: bool(asked.append(what))  # type: ignore[method-assign]
     rig.manager._closed = True
     rig.moved(0, "fake", Written(RankId(PREFILL), epoch, 4, 100, 0.5))
     rig.moved(0, "fake", PeerGone(RankId(PREFILL), True, GONE))
     rig.manager._hashed(events.ChecksumReady(rig.one, 0, 1, 5))
     rig.manager._fence_again(events.Fence(rig.one, 0, RankId(PREFILL), epoch), None)
-    assert told == []
+    assert (told, asked) == ([], [])
     rig.manager._closed = False
 
 
@@ -241,31 +188,29 @@ def test_the_end_of_the_path_in_use_ends_its_session_and_is_a_proof_only_if_it_s
     rig: Rig, proven: bool
 ) -> None:
     elsewhere = _with_another(rig)
-    told = seen(rig)
+    told = rig.seen()
     rig.moved(0, "fake", PeerGone(RankId(PREFILL), proven, GONE))
     assert told[0] == events.PeerDown(PREFILL, GONE.info, dead=proven, over="fake")
-    assert session_of(rig).closed_with == [GONE]
-    assert ended(rig, rig.one) == [ErrorCode.PEER_LOST]
-    assert ended(rig, elsewhere) == []
+    assert rig.line.closed_with == [GONE]
+    assert rig.ended(rig.one) == [ErrorCode.PEER_LOST]
+    assert rig.ended(elsewhere) == []
 
 
 @pytest.mark.parametrize("proven", [True, False])
 def test_while_a_path_is_being_chosen_the_end_of_one_ends_nothing(rig: Rig, proven: bool) -> None:
     peer = rig.peer
-    peer.probe = object()  # type: ignore[assignment]
-    assert peer.choosing
-    told = seen(rig)
+    peer.opening = object()  # type: ignore[assignment]
+    told = rig.seen()
     rig.moved(0, "fake", PeerGone(RankId(PREFILL), proven, GONE))
     assert not [event for event in told if isinstance(event, events.PeerDown)]
-    assert session_of(rig).closed_with == []
-    peer.take(PathChoice(transport="fake", candidates=[]))
-    assert not peer.choosing
+    assert rig.line.closed_with == []
+    peer.opening = None
     rig.moved(0, "fake", PeerGone(RankId(PREFILL), False, GONE))
-    assert session_of(rig).closed_with == [GONE]
+    assert rig.line.closed_with == [GONE]
 
 
 def test_the_end_of_a_path_that_is_not_in_use_proves_what_was_written_over_it(rig: Rig) -> None:
-    told = seen(rig)
+    told = rig.seen()
     rig.happens(events.EndRoom(rig.one.received_as, GONE.info))
     rig.manager._ranks.choose(PREFILL, "another", ((0, 0),), {PREFILL})
     asked: list[tuple[int, str]] = []
@@ -277,7 +222,7 @@ def test_the_end_of_a_path_that_is_not_in_use_proves_what_was_written_over_it(ri
     rig.moved(0, "fake", PeerGone(RankId(PREFILL), True, GONE))
     assert asked == [(epoch_of(rig, rig.one), "fake")]
     assert not [event for event in told if isinstance(event, events.PeerDown)]
-    assert session_of(rig).closed_with == []
+    assert rig.line.closed_with == []
 
 
 def test_a_path_between_our_own_ranks_that_ends_costs_those_who_use_it(rig: Rig) -> None:
@@ -285,20 +230,20 @@ def test_a_path_between_our_own_ranks_that_ends_costs_those_who_use_it(rig: Rig)
     rig.manager._ranks.choose(PREFILL, "fake", ((0, 0),), {PREFILL, ANOTHER}, ((0, 0, 1),))
     own = PeerGone(RankId(rig.manager.config.me, 1), False, GONE)
     rig.moved(0, "another", own)
-    assert session_of(rig).closed_with == []
+    assert rig.line.closed_with == []
     rig.moved(0, "fake", own)
-    assert session_of(rig).closed_with == [GONE]
-    assert ended(rig, rig.one) == [ErrorCode.PEER_LOST]
-    assert ended(rig, elsewhere) == [], "nothing of its KV is passed on"
+    assert rig.line.closed_with == [GONE]
+    assert rig.ended(rig.one) == [ErrorCode.PEER_LOST]
+    assert rig.ended(elsewhere) == [], "nothing of its KV is passed on"
 
 
 def test_what_a_path_carries_is_shown_once_it_was_chosen(rig: Rig) -> None:
     """Before that it would be the speed of one that is perhaps not taken."""
     peer = rig.peer
     assert rig.manager.paths() == {str(PREFILL): peer.speed}
-    peer.probe = object()  # type: ignore[assignment]
+    peer.opening = object()  # type: ignore[assignment]
     assert rig.manager.paths() == {}
-    peer.take(PathChoice(transport="fake", candidates=[]))
+    peer.opening = None
     assert rig.manager.paths() == {str(PREFILL): peer.speed}
 
 
@@ -313,7 +258,7 @@ def test_what_the_registry_is_asked_is_asked_on_behalf_of_the_one_that_asked(rig
         rig.turn()
     assert handle.error is not None
     assert handle.error.code is ErrorCode.BOOTSTRAP_UNREACHABLE, "there is no registry"
-    assert ended(rig, rig.one) == ended(rig, rig.other) == []
+    assert rig.ended(rig.one) == rig.ended(rig.other) == []
     assert rig.manager.sizes()["room_queries"] == 0
 
 
@@ -322,8 +267,8 @@ def test_the_next_deadline_is_waited_for_after_every_event_also_one_that_has_no_
     waited: list[float | None] = []
     alarm: Any = rig.manager._alarm
     alarm.set = lambda deadline, now: waited.append(deadline)
-    told = seen(rig)
-    rig.manager.received(session_of(rig), Accepted(rig.one))  # type: ignore[arg-type]
+    told = rig.seen()
+    rig.manager.received(rig.line, Accepted(rig.one))  # type: ignore[arg-type]
     assert told == [events.Received(PREFILL, Accepted(rig.one))]
     assert waited == [rig.manager.exchange.next_deadline()]
 
@@ -334,7 +279,7 @@ def test_the_next_deadline_is_waited_for_after_every_event_also_one_that_has_no_
 def test_a_rank_that_is_lost_ends_everything_with_its_reason_and_nothing_begins_any_more(rig: Rig) -> None:
     rig.manager.lost(1, GONE)
     rig.turn()
-    assert ended(rig, rig.one) == ended(rig, rig.other) == [ErrorCode.PEER_LOST]
+    assert rig.ended(rig.one) == rig.ended(rig.other) == [ErrorCode.PEER_LOST]
     assert rig.losses == [GONE]
     late = TransferId(9, 0, PREFILL, rig.manager.config.me)
     handle = receive(rig.manager, late, 4, 60)
@@ -348,33 +293,22 @@ def test_what_a_rank_could_not_grant_ends_its_hand_off_and_an_old_grant_is_nobod
     epoch = epoch_of(rig, rig.one)
     rig.manager.granted(0, RankId(PREFILL), epoch + 100, full)
     rig.turn()
-    assert ended(rig, rig.one) == ended(rig, rig.other) == []
+    assert rig.ended(rig.one) == rig.ended(rig.other) == []
     rig.manager.granted(0, RankId(PREFILL), epoch, full)
     rig.turn()
-    assert ended(rig, rig.one) == [ErrorCode.OUT_OF_CAPACITY]
-    assert ended(rig, rig.other) == []
-
-
-# ---- speeds ------------------------------------------------------------------------------------------
-
-
-def test_the_speed_of_a_path_is_known_once_enough_was_written() -> None:
-    speed = PathSpeed("fake")
-    assert speed.bytes_per_s == 0.0
-    assert not speed.add(MEASURED_BYTES - 1, 0.25)
-    assert speed.add(1, 0.25)
-    assert not speed.add(MEASURED_BYTES, 0.5)
-    assert (speed.nbytes, speed.bytes_per_s) == (2 * MEASURED_BYTES, 2 * MEASURED_BYTES)
+    assert rig.ended(rig.one) == [ErrorCode.OUT_OF_CAPACITY]
+    assert rig.ended(rig.other) == []
 
 
 # ---- prefill -----------------------------------------------------------------------------------------
 
 
 def test_a_write_to_a_peer_that_has_left_is_broken_and_nothing_is_asked_of_a_rank(rig: Rig) -> None:
-    told = seen(rig)
+    told = rig.seen()
     asked: list[Any] = []
     rig.manager._ranks.carry_out = lambda *what: bool(asked.append(what))  # type: ignore[method-assign]
     del rig.manager._peers[PREFILL]
+    rig.line.sent.clear()
     rig.manager._carry_out(events.PostWrite(rig.one, 0, 1, 4, 0, ()))
     assert (asked, told) == ([], []), "not at once: the protocol is in the middle of a turn"
     rig.turn()
@@ -384,4 +318,4 @@ def test_a_write_to_a_peer_that_has_left_is_broken_and_nothing_is_asked_of_a_ran
         rig.manager._carry_out(effect)
         assert asked.pop() == (effect,), "a fence may come after its session"
     rig.manager._carry_out(events.Send(PREFILL, Gone(rig.one)))
-    assert session_of(rig).sent == [], "nobody is there to hear it"
+    assert rig.line.sent == [], "nobody is there to hear it"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
-from test_manager import spec
+from kv_sides import spec
 
-from segue.kv import control_plane
-from segue.kv.config import COUNTERPART, KVConfig, LeaderRuntime, SessionConfig
-from segue.kv.control_plane import ControlPlane
+from segue.kv.config import COUNTERPART, KVConfig, LeaderRuntime
 from segue.kv.errors import ConfigError
 from segue.kv.ids import ChecksumMode, Incarnation, LeaderId, RankId, Role
 from segue.kv.limits import Limits
@@ -84,14 +81,14 @@ def config(role: Role, **options: Any) -> KVConfig:
         dp=DpRanks(size=4, on_conflict=FAIL_ON_CONFLICT),
         kv_checksum=ChecksumMode.SAMPLED,
         staging_bytes=2**20,
-        **{"scratch_bytes": SCRATCH, **options},
+        **options,
     )
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_each_setting_reaches_the_part_that_obeys_it(role: Role) -> None:
     set_to, parts = config(role), Parts()
-    memory = allocate(set_to.spec.nbytes + SCRATCH)
+    memory = allocate(set_to.spec.nbytes)
     try:
         manager = KVManager(set_to, memory, runtime=parts.runtime)
     finally:
@@ -104,7 +101,7 @@ def test_each_setting_reaches_the_part_that_obeys_it(role: Role) -> None:
     _, exchange = parts.made["exchange"]
     said = manager.compatibility.info
     assert (said.model, said.dp_size, said.max_transfers) == ("a model", 4, 9)
-    assert (said.ranks, said.scratch) == ([set_to.spec], [(set_to.spec.nbytes, SCRATCH)])
+    assert said.ranks == [set_to.spec]
     assert list(said.endpoints) == ["one", "two"]
     assert exchange == {
         "role": role,
@@ -128,51 +125,14 @@ def test_each_setting_reaches_the_part_that_obeys_it(role: Role) -> None:
     assert parts.made["digester"][0][2:] == (9,), "as many wait as there may be hand-offs"
 
 
-def test_each_rank_is_named_by_its_number_and_its_scratch_lies_behind_its_pool() -> None:
+def test_each_rank_is_named_by_its_number() -> None:
     set_to, parts = config(Role.DECODE), Parts()
-    memory = allocate(set_to.spec.nbytes + SCRATCH)
+    memory = allocate(set_to.spec.nbytes)
     try:
-        rank = local_rank(set_to, memory, parts.runtime, 3)
+        local_rank(set_to, memory, parts.runtime, 3)
         assert {options.me for options in parts.options.values()} == {RankId(ME, 3)}
-        assert rank.scratch is not None
-        assert (rank.scratch.offset, rank.scratch.nbytes) == (set_to.spec.nbytes, SCRATCH)
-        assert local_rank(config(Role.DECODE, scratch_bytes=0), memory, parts.runtime).scratch is None
     finally:
         memory.close()
-
-
-def test_checksums_cover_all_unless_it_is_said() -> None:
-    made = KVConfig(role=Role.PREFILL, model="m", spec=spec(), transports=["tcp"])
-    assert (made.kv_checksum, made.scratch_bytes, made.dp, made.secret, made.tls) == (
-        ChecksumMode.FULL,
-        0,
-        DpRanks(),
-        None,
-        None,
-    )
-
-
-def test_whoever_is_dialled_must_be_the_leader_that_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind an address there may be another one by now."""
-    connects, parts = [], Parts()
-
-    class Dialer:
-        def __init__(self, connect: Any, *args: Any, **options: Any) -> None:
-            connects.append(connect)
-
-        def start(self, loop: object) -> None: ...
-
-    async def connect(host: str, port: int, **options: Any) -> None:
-        parts.made["connect"] = (host, port), options
-
-    monkeypatch.setattr(control_plane, "Dialer", Dialer)
-    parts.loop, parts.connect = None, connect  # type: ignore[attr-defined]
-    plane = ControlPlane(
-        SessionConfig(role=Role.DECODE, me=ME, limits=Limits(connect_s=7.0)), {}, parts.runtime
-    )
-    plane.keep_session(PEER, "there", 9, lambda _: None)
-    asyncio.run(connects[0]())
-    assert parts.made["connect"] == (("there", 9), {"expect": PEER, "timeout_s": 7.0})
 
 
 @pytest.mark.parametrize(

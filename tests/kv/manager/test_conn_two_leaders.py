@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from test_manager import PAGE, PAGES, Side, ask, assert_at_rest, assert_handed_over, begin
+from kv_sides import PAGE, PAGES, Side, ask, assert_at_rest, assert_handed_over, published
 
 from segue.kv.errors import ErrorCode
 from segue.kv.handles import KVReceiver, KVSender
@@ -39,14 +39,6 @@ def two_and_one(transport: str, pair: Role) -> Iterator[tuple[list[Side], Side]]
             side.close()
 
 
-def publish(prefill: Side, decode: Side, first_page: int) -> Half:
-    """A hand-off whose destination prefill knows, in pages of its own."""
-    transfer, sender, receiver = begin(prefill, decode, TOKENS)
-    receiver.publish(range(first_page, first_page + TOKENS // PAGE), 0)
-    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-    return transfer, sender, receiver
-
-
 def finish(half: Half, prefill: Side, decode: Side, pages: range) -> None:
     _transfer, sender, receiver = half
     sender.send(Span(0, TOKENS), pages, b"7")
@@ -73,7 +65,7 @@ def test_both_hand_over_at_the_same_time_and_each_pool_gets_its_own_bytes(transp
         for side in {prefill for prefill, _ in pairs}:
             side.memory.buffer[: side.spec.nbytes] = os.urandom(side.spec.nbytes)
         # Where both have the same pool they need pages of their own there.
-        begun = [publish(prefill, decode, 4 * rank) for rank, (prefill, decode) in enumerate(pairs)]
+        begun = [published(prefill, decode, TOKENS, 4 * rank) for rank, (prefill, decode) in enumerate(pairs)]
         assert len({transfer for transfer, _, _ in begun}) == 2
         assert set(ask(one, lambda: list(one.manager.plane.sessions))) == {side.me for side in two}
         for rank, (half, (prefill, decode)) in enumerate(zip(begun, pairs, strict=True)):
@@ -95,7 +87,7 @@ def test_both_hand_over_at_the_same_time_and_each_pool_gets_its_own_bytes(transp
 def test_one_dies_and_only_its_own_hand_offs_fail(transport: str, pair: Role, dies: int) -> None:
     with two_and_one(transport, pair) as (two, one):
         pairs = [(side, one) if pair is Role.PREFILL else (one, side) for side in two]
-        begun = [publish(prefill, decode, 4 * rank) for rank, (prefill, decode) in enumerate(pairs)]
+        begun = [published(prefill, decode, TOKENS, 4 * rank) for rank, (prefill, decode) in enumerate(pairs)]
         two[dies].manager.close()
         lost, survives = begun[dies], begun[1 - dies]
         handle = lost[2] if pair is Role.PREFILL else lost[1]

@@ -22,7 +22,19 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from test_manager import DEADLINE_S, LIMITS, PAGE, PAGES, Side, assert_handed_over, begin, spec
+from kv_sides import (
+    DEADLINE_S,
+    LIMITS,
+    PAGE,
+    PAGES,
+    AgentSide,
+    Side,
+    assert_at_rest,
+    assert_handed_over,
+    begin,
+    published,
+    spec,
+)
 
 from segue.kv.agent import kv_agent
 from segue.kv.agent.kv_agent import KVAgent, agent_environment
@@ -30,6 +42,7 @@ from segue.kv.config import KVConfig
 from segue.kv.errors import (
     ConfigError,
     ErrorCode,
+    Internal,
     InvalidRequest,
     PeerLost,
     SegueError,
@@ -50,50 +63,10 @@ ENGINE = Path(__file__).with_name("agent_engine.py")
 SOON = Limits(keepalive_s=0.2, peer_silence_s=2.0, handshake_s=DEADLINE_S, connect_s=10.0)
 
 
-class AgentSide:
-    """As `Side`, with the manager in an agent."""
-
-    def __init__(self, role: Role, transport: str, memory: Memory | None = None, **options: Any) -> None:
-        environment = options.pop("environment", None)
-        self.spec = spec()
-        self.memory = memory or allocate(self.spec.nbytes)
-        self.changes: queue.Queue[Change] = queue.Queue()
-        self.lost: queue.Queue[SegueError] = queue.Queue()
-        options = {"model": "m/float32", "limits": LIMITS, "transports": [transport], **options}
-        config = KVConfig(role=role, spec=self.spec, **options)
-        self.me = config.me
-        self.manager = KVAgent(
-            config, self.memory, self.changes.put, on_rank_lost=self.lost.put, environment=environment
-        )
-
-    def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:
-        while (now := handle.poll()) is not phase:
-            assert not now.terminal, handle.error
-            self.changes.get(timeout=DEADLINE_S)
-
-    def next(self, kind: type[Any]) -> Any:
-        while True:
-            change = self.changes.get(timeout=DEADLINE_S)
-            if isinstance(change, kind):
-                return change
-
-    def assert_at_rest(self) -> None:
-        sizes = self.manager.sizes()
-        assert not {k: v for k, v in sizes.items() if v and k not in ("peers", "ended", "deadlines")}
-        assert self.manager.problems() == []
-
-    def close(self) -> None:
-        self.manager.close()
-        self.memory.close()
-
-
 def start(stack: ExitStack, role: Role, transport: str, **options: Any) -> tuple[Any, tuple[str, int]]:
     """A side, and where it listens; `plain` has its manager in this process."""
-    side: Any
-    if options.pop("plain", False):
-        side = Side(role, transport=transport, **options)
-    else:
-        side = AgentSide(role, transport, **options)
+    kind = Side if options.pop("plain", False) else AgentSide
+    side = kind(role, transport=transport, **options)
     stack.callback(side.close)
     return side, side.manager.start()
 
@@ -107,10 +80,9 @@ def agents(transport: str, plain: Role | None = None, **options: Any) -> Iterato
         yield prefill, decode
 
 
-def published(prefill: Any, decode: Any) -> tuple[KVSender, KVReceiver, Any]:
+def half_sent(prefill: Any, decode: Any) -> tuple[KVSender, KVReceiver, Any]:
     """A hand-off whose first chunk is written, and whose second one is not complete."""
-    _, sender, receiver = begin(prefill, decode, TOKENS)
-    receiver.publish(range(2, 2 + TOKENS // PAGE))
+    _, sender, receiver = published(prefill, decode, TOKENS, 2)
     sender.send(Span(0, 2 * PAGE), range(PAGES))
     decode.wait(receiver, KVPoll.TRANSFERRING)
     ready = prefill.manager.ready()
@@ -140,68 +112,31 @@ def test_bytes_arrive_and_at_rest_nothing_is_left(transport: str, plain: Role | 
         for chunk, prefix in ((10, 0), (64, 0), (8, 16)):
             assert_handed_over(prefill, decode, 33, chunk, prefix)
         for side in (prefill, decode):
-            if isinstance(side, AgentSide):
-                wait_until(lambda side=side: not side.manager.sizes()["halves"])
-                side.assert_at_rest()
-                if side is prefill:
-                    [path] = side.manager.paths().values()
-                    assert (path.transport, path.nbytes > 0) == (transport, True)
-                assert side.lost.empty()
+            assert_at_rest(side)
+            if side is prefill:
+                [path] = side.manager.paths().values()
+                assert (path.transport, path.nbytes > 0) == (transport, True)
+            assert side.lost.empty()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_chunk_waits_for_its_moment_in_the_other_process(transport: str) -> None:
-    """Its KV is written by the engine after `send`, and by a call that blocks; neither is read before."""
-    with agents(transport) as (prefill, decode):
-        kv = os.urandom(prefill.memory.nbytes)
-        for wait in (False, True):
-            prefill.memory.buffer[:] = bytes(prefill.memory.nbytes)
-            sender, receiver, ready = published(prefill, decode)
-            assert prefill.manager.sizes()["moments"] == 1
-            prefill.memory.buffer[:] = kv  # also of the first chunk's pages, which have landed
-            if wait:
-                free = threading.Event()
-                ready.signal(lambda free=free: free.wait(DEADLINE_S))
-                assert receiver.poll() is KVPoll.TRANSFERRING
-                free.set()
-            else:
-                ready.signal()
-            decode.wait(receiver, KVPoll.SUCCESS)
-            prefill.wait(sender, KVPoll.SUCCESS)
-            for layer in range(3):
-                a = prefill.spec.offset(layer, False, 3 * PAGE)
-                b = decode.spec.offset(layer, False, 5 * PAGE)
-                size = prefill.spec.k_token_bytes
-                assert decode.memory.buffer[b : b + size] == kv[a : a + size]
-            sender.clear()
-            receiver.clear()
-        wait_until(lambda: not prefill.manager.sizes()["moments"])
-
-
-@pytest.mark.slow
-def test_a_moment_that_fails_ends_its_hand_off_alone() -> None:
+@pytest.mark.filterwarnings("ignore:unclosed resource:ResourceWarning")  # the link, as when a loop breaks
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_the_end_of_the_links_thread_fails_every_half_at_once_and_ends_the_agent(role: Role) -> None:
     with agents("tcp") as (prefill, decode):
-        sender, receiver, ready = published(prefill, decode)
-
-        def broken() -> None:
-            raise ZeroDivisionError
-
-        ready.signal(broken)
-        for side, handle in ((prefill, sender), (decode, receiver)):
-            wait_until(lambda handle=handle: handle.poll() is KVPoll.FAILED)
-            assert handle.error is not None
-            assert handle.error.code is ErrorCode.TRANSFER_FAILED
-            assert "ZeroDivisionError" in handle.error.text
-            side.next(events.Release)
-            handle.clear()
-        # One that has come, or failed, before its chunk is sent.
-        _, sender, receiver = begin(prefill, decode, TOKENS)
-        receiver.publish(range(TOKENS // PAGE))
-        early = prefill.manager.ready()
-        early.signal()
-        sender.send(Span(0, TOKENS), range(PAGES), b"", ready=early)
-        decode.wait(receiver, KVPoll.SUCCESS)
+        sender, receiver, _ready = half_sent(prefill, decode)
+        dead, alive = (prefill, decode) if role is Role.PREFILL else (decode, prefill)
+        mine, other = (sender, receiver) if role is Role.PREFILL else (receiver, sender)
+        dead.manager.io.post(sys.exit)  # as a bug of the loop would end it
+        for side, handle in ((dead, mine), (alive, other)):
+            while not handle.poll().terminal:
+                side.next(events.Phase)
+        assert mine.error is not None
+        assert mine.error.code is ErrorCode.INTERNAL
+        assert other.error is not None
+        assert other.error.code is ErrorCode.PEER_LOST
+        assert isinstance(dead.lost.get(timeout=DEADLINE_S), Internal)
+        with pytest.raises(Internal):
+            dead.manager.expect(RoomKey(new_room()), 8, DEADLINE_S)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -210,7 +145,7 @@ def test_an_agent_that_is_killed_is_heard_at_once_and_no_page_comes_back_without
     transport: str, role: Role
 ) -> None:
     with agents(transport) as (prefill, decode):
-        sender, receiver, _ready = published(prefill, decode)
+        sender, receiver, _ready = half_sent(prefill, decode)
         dead, alive = (prefill, decode) if role is Role.PREFILL else (decode, prefill)
         mine, other = (sender, receiver) if role is Role.PREFILL else (receiver, sender)
         began = time.monotonic()
@@ -272,34 +207,38 @@ def test_pages_that_nobody_was_shown_come_back_when_the_agent_is_killed(transpor
         assert decode.changes.empty()
 
 
+def beside_an_engine(
+    stack: ExitStack, transport: str, **options: Any
+) -> tuple[Any, subprocess.Popen[str], int, KVSender]:
+    """Prefill, and decode's engine in a process of its own, which has published; its agent's pid, and
+    prefill's half."""
+    prefill, (host, port) = start(stack, Role.PREFILL, transport, **options)
+    command, pipe = [sys.executable, str(ENGINE), transport], subprocess.PIPE
+    engine = stack.enter_context(
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    )
+    stack.callback(os.killpg, engine.pid, signal.SIGKILL)  # and the child
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    agent = int(engine.stdout.readline())
+    key = RoomKey(new_room())
+    sender = prefill.manager.expect(key, TOKENS, DEADLINE_S)
+    print(prefill.me.incarnation, host, port, key.room, TOKENS, file=engine.stdin, flush=True)
+    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+    return prefill, engine, agent, sender
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_engine_that_is_killed_takes_its_agent_with_it(transport: str) -> None:
     """Also where a child that it forked still has its end of the link; and the peer hears so."""
     with ExitStack() as stack:
-        prefill, (host, port) = start(stack, Role.PREFILL, transport)
-        engine = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, str(ENGINE), transport],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        )
-        stack.callback(os.killpg, engine.pid, signal.SIGKILL)  # and the child
-        assert engine.stdin is not None
-        assert engine.stdout is not None
-        agent = int(engine.stdout.readline())
-        key = RoomKey(new_room())
-        sender = prefill.manager.expect(key, TOKENS, DEADLINE_S)
-        print(prefill.me.incarnation, host, port, key.room, TOKENS, file=engine.stdin, flush=True)
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        prefill, engine, agent, sender = beside_an_engine(stack, transport)
         assert not gone(agent)
         began = time.monotonic()
         engine.kill()
         wait_until(lambda: gone(agent))
-        assert prefill.next(events.Release).key == key
+        assert prefill.next(events.Release).key == sender.key
         assert time.monotonic() - began < LIMITS.peer_silence_s / 4
         assert sender.error is not None
         assert sender.error.code is ErrorCode.PEER_LOST
@@ -308,24 +247,7 @@ def test_an_engine_that_is_killed_takes_its_agent_with_it(transport: str) -> Non
 @pytest.mark.slow
 def test_an_engine_that_stands_still_gets_its_kv_meanwhile() -> None:
     with ExitStack() as stack:
-        prefill, (host, port) = start(stack, Role.PREFILL, "tcp", limits=SOON)
-        engine = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, str(ENGINE), "tcp"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        )
-        stack.callback(os.killpg, engine.pid, signal.SIGKILL)
-        assert engine.stdin is not None
-        assert engine.stdout is not None
-        engine.stdout.readline()
-        key = RoomKey(new_room())
-        sender = prefill.manager.expect(key, TOKENS, DEADLINE_S)
-        print(prefill.me.incarnation, host, port, key.room, TOKENS, file=engine.stdin, flush=True)
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        prefill, engine, _agent, sender = beside_an_engine(stack, "tcp", limits=SOON)
         engine.send_signal(signal.SIGSTOP)
         time.sleep(1.5 * SOON.peer_silence_s)
         sender.send(Span(0, TOKENS), range(PAGES), b"7")
@@ -340,7 +262,7 @@ def test_an_agent_that_stands_still_is_killed_after_the_silence_and_its_pages_wa
     transport: str,
 ) -> None:
     with agents(transport, limits=SOON) as (prefill, decode):
-        sender, receiver, _ready = published(prefill, decode)
+        sender, receiver, _ready = half_sent(prefill, decode)
         os.kill(decode.manager.pid, signal.SIGSTOP)
         assert decode.next(events.Quarantined).key == receiver.key
         assert receiver.error is not None
@@ -362,7 +284,7 @@ def test_another_agent_over_the_same_pool_takes_the_place_of_a_lost_one(transpor
         prefill, address = start(stack, Role.PREFILL, transport)
         memory = allocate(spec().nbytes)
         for _ in range(3):
-            decode = AgentSide(Role.DECODE, transport, memory)
+            decode = AgentSide(Role.DECODE, transport=transport, memory=memory)
             stack.callback(decode.manager.close)
             decode.manager.start()
             decode.manager.add_peer(prefill.me, *address)
@@ -402,6 +324,7 @@ def test_an_agent_that_stands_still_is_asked_for_a_bounded_time() -> None:
     with ExitStack() as stack:
         side, _ = start(stack, Role.PREFILL, "tcp")
         os.kill(side.manager.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, side.manager.pid, os.WSTOPPED | os.WNOWAIT)  # else it may still answer
         config = side.manager.config
         soon = msgspec.structs.replace(config.limits, connect_s=0.1)
         side.manager.config = replace(config, limits=soon)
@@ -427,7 +350,7 @@ def test_the_end_of_the_link_is_no_proof_that_the_agent_has_ended(monkeypatch: p
             patch.setattr(kv_agent.socket, "socketpair", socketpair)
             decode, _ = start(stack, Role.DECODE, "tcp")
         decode.manager.add_peer(prefill.me, *address)
-        _, receiver, _ready = published(prefill, decode)
+        _, receiver, _ready = half_sent(prefill, decode)
         os.kill(decode.manager.pid, signal.SIGSTOP)
         for end in kept:
             with end:
@@ -441,7 +364,7 @@ def test_the_end_of_the_link_is_no_proof_that_the_agent_has_ended(monkeypatch: p
 def test_pages_wait_until_the_process_that_is_lost_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """That it was killed proves nothing while the kernel has not ended it."""
     with agents("tcp") as (prefill, decode):
-        _, receiver, _ready = published(prefill, decode)
+        _, receiver, _ready = half_sent(prefill, decode)
         asked, ended, wait = threading.Event(), threading.Event(), subprocess.Popen.wait
 
         def slow(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
@@ -462,8 +385,37 @@ def test_pages_wait_until_the_process_that_is_lost_has_ended(monkeypatch: pytest
         wait_until(lambda: receiver.released)
 
 
+def test_pages_stay_out_of_use_while_the_process_that_was_killed_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one does that the kernel cannot end: a device's driver holds it."""
+    said, lives = threading.Event(), threading.Event()
+
+    def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        assert timeout is not None
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(
+        kv_agent.log, "error", lambda text, *_: said.set() if "does not end" in text else None
+    )
+    side = AgentSide(Role.PREFILL, transport="tcp")
+    try:
+        side.manager.start()
+        sender = side.manager.expect(RoomKey(new_room()), 8, DEADLINE_S)
+        side.manager.sizes()
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess.Popen, "wait", wait)
+            os.kill(side.manager.pid, signal.SIGKILL)
+            assert said.wait(DEADLINE_S)
+            side.manager.io.post(lives.set)
+            assert lives.wait(DEADLINE_S), "the thread of the agent had its turn"
+            assert (sender.poll(), sender.released) == (KVPoll.FAILED, False)
+    finally:
+        side.close()
+
+
 def test_pages_come_back_also_to_an_engine_that_raises_when_it_hears_of_the_loss() -> None:
-    side = AgentSide(Role.PREFILL, "tcp")
+    side = AgentSide(Role.PREFILL, transport="tcp")
 
     def raises(_: SegueError) -> None:
         raise LookupError("the engine's own")
@@ -513,6 +465,18 @@ def test_an_argument_of_a_wrong_type_or_size_ends_its_own_hand_off(call: str) ->
         assert side.lost.empty()
 
 
+def test_a_number_in_place_of_a_ready_event_ends_its_own_hand_off() -> None:
+    """It would be the number of another chunk's event, and this one would leave with that."""
+    with agents("shm") as (prefill, decode):
+        _, sender, receiver = published(prefill, decode, TOKENS)
+        ready: Any = prefill.manager.ready().number
+        sender.send(Span(0, TOKENS), range(PAGES), b"7", ready=ready)
+        assert prefill.next(events.Release).key == sender.key
+        assert sender.error is not None
+        assert sender.error.code is ErrorCode.INVALID_REQUEST
+        wait_until(lambda: receiver.released)
+
+
 @pytest.mark.parametrize("plain", [None, *map(Role, ("prefill", "decode"))])
 def test_an_engine_that_raises_on_a_change_ends_that_hand_off_alone(plain: Role | None) -> None:
     def taken(change: Change) -> None:
@@ -538,7 +502,7 @@ def test_an_engine_that_raises_on_a_change_ends_that_hand_off_alone(plain: Role 
 @pytest.mark.parametrize("plain", [None, Role.DECODE])
 def test_a_room_that_is_opened_again_gives_no_page_back_before_its_time(plain: Role | None) -> None:
     with agents("tcp", plain) as (prefill, decode):
-        _, receiver, _ready = published(prefill, decode)
+        _, receiver, _ready = half_sent(prefill, decode)
         os.kill(prefill.manager.pid, signal.SIGSTOP)
         receiver.clear()
         again = decode.manager.receive(receiver.key, prefill.me, TOKENS, DEADLINE_S)
@@ -551,7 +515,7 @@ def test_a_room_that_is_opened_again_gives_no_page_back_before_its_time(plain: R
 @pytest.mark.slow
 def test_a_room_whose_pages_are_not_back_is_refused() -> None:
     with agents("tcp") as (prefill, decode):
-        sender, receiver, _ready = published(prefill, decode)
+        sender, receiver, _ready = half_sent(prefill, decode)
         with pytest.raises(InvalidRequest):
             decode.manager.receive(receiver.key, prefill.me, TOKENS, DEADLINE_S)
         os.kill(prefill.manager.pid, signal.SIGSTOP)  # it gives no proof, and over tcp none is needed
@@ -566,7 +530,7 @@ def test_a_room_whose_pages_are_not_back_is_refused() -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_agent_that_is_closed_takes_leave_of_its_peers(transport: str) -> None:
     with agents(transport) as (prefill, decode):
-        sender, _receiver, _ready = published(prefill, decode)
+        sender, _receiver, _ready = half_sent(prefill, decode)
         decode.manager.close()
         wait_until(lambda: sender.poll() is KVPoll.FAILED)
         assert sender.error is not None
@@ -605,15 +569,13 @@ def test_who_closes_second_waits_for_the_end_too(monkeypatch: pytest.MonkeyPatch
 
 def test_calls_during_the_start_are_refused() -> None:
     """The agent would not hear them, and the hand-off would have no end."""
-    side = AgentSide(Role.DECODE, "tcp")
+    side = AgentSide(Role.DECODE, transport="tcp")
     starting = threading.Thread(target=side.manager.start)
     starting.start()
     try:
         wait_until(lambda: side.manager.pid)
         with pytest.raises(InvalidRequest, match="start the agent"):
             side.manager.add_peer(LeaderId(new_incarnation()), "127.0.0.1", 1)
-        with pytest.raises(InvalidRequest, match="start the agent"):
-            side.manager.receive(RoomKey(new_room()), LeaderId(new_incarnation()), 8, DEADLINE_S)
         starting.join(DEADLINE_S)
         side.manager.add_peer(LeaderId(new_incarnation()), "127.0.0.1", 1)
     finally:
@@ -623,7 +585,7 @@ def test_calls_during_the_start_are_refused() -> None:
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1])
 def test_a_close_ends_a_start_that_goes_on(after_s: float) -> None:
     before = children()
-    side = AgentSide(Role.DECODE, "tcp")
+    side = AgentSide(Role.DECODE, transport="tcp")
     said: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def begins() -> None:
@@ -730,7 +692,7 @@ def test_agents_with_tls_and_a_secret(tmp_path: Path) -> None:
 
 
 def start_alone(role: Role, **options: Any) -> tuple[AgentSide, tuple[str, int]]:
-    side = AgentSide(role, "tcp", **options)
+    side = AgentSide(role, transport="tcp", **options)
     return side, side.manager.start()
 
 
@@ -752,14 +714,14 @@ def test_an_agent_that_cannot_start_says_why_and_leaves_no_process(monkeypatch: 
             ({"memory": small}, ConfigError, "the pool needs"),
             ({"transports": ["mori"]}, ConfigError, "mori"),
         ):
-            side = AgentSide(Role.PREFILL, "tcp", **options)  # type: ignore[arg-type]
+            side = AgentSide(Role.PREFILL, transport="tcp", **options)  # type: ignore[arg-type]
             with pytest.raises(error, match=text):
                 side.manager.start()
             side.close()
             assert side.lost.empty(), "it had not been there"
     for executable, error in (("/bin/false", PeerLost), ("/nonexistent", ConfigError)):
         monkeypatch.setattr(sys, "executable", executable)
-        side = AgentSide(Role.PREFILL, "tcp")
+        side = AgentSide(Role.PREFILL, transport="tcp")
         with pytest.raises(error):
             side.manager.start()
         side.close()
@@ -790,7 +752,7 @@ def test_memory_that_it_cannot_map_is_refused() -> None:
 def test_calls_before_the_start_are_refused_and_after_the_end_do_nothing() -> None:
     before = children()
     with ExitStack() as stack:
-        side = AgentSide(Role.DECODE, "tcp")
+        side = AgentSide(Role.DECODE, transport="tcp")
         stack.callback(side.close)
         peer = LeaderId(new_incarnation())
         assert side.manager.pid == 0

@@ -10,145 +10,36 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import TypeVar
 
 import msgspec
 import psutil
 import pytest
+from kv_sides import (
+    DEADLINE_S,
+    LIMITS,
+    PAGES,
+    SHAPE,
+    Side,
+    ask,
+    assert_at_rest,
+    assert_fails,
+    assert_handed_over,
+    assert_succeeds,
+    begin,
+    expect,
+    published,
+    receive,
+    sides,
+    spec,
+)
 
-from segue.kv.config import HOST, KVConfig
 from segue.kv.errors import AbortedByClient, ErrorCode, InvalidRequest
-from segue.kv.handles import Change, KVReceiver, KVSender
 from segue.kv.ids import KVPoll, RankId, Role, Span, TransferId, new_room
 from segue.kv.io import Io
-from segue.kv.layout.spec import KVShape, PoolSpec
-from segue.kv.limits import Limits
-from segue.kv.manager import KVManager
+from segue.kv.layout.spec import KVShape
 from segue.kv.protocol import events
 from segue.kv.ranks.local_rank import LocalRank, RankOwner
-from segue.kv.transport.memory.pool_memory import Memory, allocate
-
-SHAPE = KVShape(layers=3, kv_heads=2, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
-PAGES, PAGE = 16, 4
-Answer = TypeVar("Answer")
-#: When a test is given up, and what a hand-off has that is to succeed.
-DEADLINE_S = 60.0
-#: Nobody is given up for a thread or a process that does not get a turn for a while.
-LIMITS = Limits(keepalive_s=0.5, peer_silence_s=DEADLINE_S, handshake_s=DEADLINE_S, connect_s=DEADLINE_S)
-
-
-def spec(page_tokens: int = PAGE, shape: KVShape = SHAPE) -> PoolSpec:
-    return PoolSpec(
-        shape=shape, page_tokens=page_tokens, pages=PAGES, layer_count=shape.layers, head_count=shape.kv_heads
-    )
-
-
-class Side:
-    """A manager, its memory and what it reported."""
-
-    def __init__(self, role: Role, *, transport: str = "shm", **options: object) -> None:
-        self.spec = options.pop("spec", None) or spec()
-        self.memory: Memory = options.pop("memory", None) or allocate(self.spec.nbytes)
-        self.changes: queue.Queue[Change] = queue.Queue()
-        runtime = options.pop("runtime", HOST)
-        options = {"model": "m/float32", "limits": LIMITS, "transports": [transport], **options}
-        config = KVConfig(role=role, spec=self.spec, **options)
-        self.manager = KVManager(config, self.memory, self.changes.put, runtime=runtime)
-        self.me = config.me
-
-    def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:
-        while (now := handle.poll()) is not phase:
-            assert not now.terminal, handle.error
-            self.changes.get(timeout=DEADLINE_S)
-
-    def wait_release(self, transfer: TransferId) -> None:
-        while True:
-            change = self.changes.get(timeout=DEADLINE_S)
-            if isinstance(change, events.Release) and change.key == transfer.received_as:
-                return
-
-    def close(self) -> None:
-        self.manager.close()
-        self.memory.close()
-
-
-@contextmanager
-def sides(transport: str = "shm", **decode_options: object) -> Iterator[tuple[Side, Side]]:
-    limits = decode_options.get("limits", LIMITS)
-    prefill = Side(Role.PREFILL, transport=transport, limits=limits)
-    decode = Side(Role.DECODE, transport=transport, **decode_options)
-    try:
-        prefill.manager.start()
-        decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
-        yield prefill, decode
-    finally:
-        decode.close()
-        prefill.close()
-
-
-def expect(manager: KVManager, transfer: TransferId, tokens: int, budget_s: float) -> KVSender:
-    """Prefill's half of this hand-off, placed for its decode leader."""
-    placed = {"decode": transfer.decode, "attempt": transfer.attempt}
-    return manager.expect(transfer.sent_as, tokens, budget_s, **placed)
-
-
-def receive(manager: KVManager, transfer: TransferId, tokens: int, budget_s: float) -> KVReceiver:
-    """Decode's half of this hand-off."""
-    return manager.receive(transfer.received_as, transfer.prefill, tokens, budget_s)
-
-
-def begin(prefill: Side, decode: Side, tokens: int) -> tuple[TransferId, KVSender, KVReceiver]:
-    transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-    sender = expect(prefill.manager, transfer, tokens, DEADLINE_S)
-    receiver = receive(decode.manager, transfer, tokens, DEADLINE_S)
-    decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
-    return transfer, sender, receiver
-
-
-def assert_handed_over(prefill: Side, decode: Side, tokens: int, chunk: int, prefix: int = 0) -> None:
-    """One hand-off from pages 0 … of prefill into pages 2 … of decode; the bytes must be equal."""
-    pattern = os.urandom(prefill.spec.nbytes)
-    prefill.memory.buffer[: len(pattern)] = pattern
-    _transfer, sender, receiver = begin(prefill, decode, tokens)
-    count = -(-tokens // decode.spec.page_tokens) - prefix // decode.spec.page_tokens
-    receiver.publish(range(2, 2 + count), prefix)
-    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-    for start in range(0, tokens, chunk):
-        end = min(tokens, start + chunk)
-        last = b"7" if end == tokens else None
-        sender.send(Span(start, end), range(PAGES), last)
-    decode.wait(receiver, KVPoll.SUCCESS)
-    prefill.wait(sender, KVPoll.SUCCESS)
-    assert receiver.metadata == b"7"
-    for token in range(prefix, tokens):
-        slot = (
-            2 * decode.spec.page_tokens + token - prefix // decode.spec.page_tokens * decode.spec.page_tokens
-        )
-        for layer in range(3):
-            for value in (False, True):
-                a, b = prefill.spec.offset(layer, value, token), decode.spec.offset(layer, value, slot)
-                size = prefill.spec.k_token_bytes
-                assert prefill.memory.buffer[a : a + size] == decode.memory.buffer[b : b + size]
-    sender.clear()
-    receiver.clear()
-
-
-def ask(side: Side, question: Callable[[], Answer]) -> Answer:
-    """Asked on the I/O thread, after everything it has been given."""
-    answers: queue.Queue[Answer] = queue.Queue()
-    side.manager.io.post(lambda: answers.put(question()))
-    return answers.get(timeout=DEADLINE_S)
-
-
-def assert_at_rest(side: Side) -> None:
-    """Nothing is held any more."""
-    sizes = ask(side, side.manager.sizes)
-    left = {k: v for k, v in sizes.items() if k not in ("peers", "ended", "deadlines")}
-    assert not any(left.values()), left
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -162,7 +53,7 @@ def test_bytes_arrive(transport: str, tokens: int, chunk: int, prefix: int) -> N
 
 
 def test_unequal_page_sizes() -> None:
-    with sides(spec=spec(page_tokens=8)) as (prefill, decode):
+    with sides(decode={"spec": spec(page_tokens=8)}) as (prefill, decode):
         assert_handed_over(prefill, decode, 33, 10)
 
 
@@ -174,29 +65,17 @@ def test_a_prompt_that_decode_has_already_moves_no_byte() -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_lesson_10_an_abort_reaches_the_other_side(transport: str) -> None:
     with sides(transport) as (prefill, decode):
-        transfer, sender, receiver = begin(prefill, decode, 33)
-        receiver.publish(range(9))
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        _, sender, receiver = published(prefill, decode, 33)
         sender.send(Span(0, 16), range(PAGES))
         receiver.abort(AbortedByClient("the client left").info)
-        for side in (prefill, decode):
-            side.wait_release(transfer)
-        for handle in (sender, receiver):
-            assert handle.poll() is KVPoll.FAILED
-            assert handle.error is not None
-            assert handle.error.code is ErrorCode.ABORTED_BY_CLIENT
-            handle.clear()
-        assert_at_rest(prefill)
-        assert_at_rest(decode)
+        assert_fails(ErrorCode.ABORTED_BY_CLIENT, "left", {prefill: sender, decode: receiver})
         assert_handed_over(prefill, decode, 5, 5)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it(transport: str) -> None:
     with sides(transport) as (prefill, decode):
-        transfer, sender, receiver = begin(prefill, decode, 33)
-        receiver.publish(range(9))
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        transfer, sender, receiver = published(prefill, decode, 33)
         refused = threading.Event()
         exchange, handle = prefill.manager.exchange, prefill.manager.exchange.handle
 
@@ -213,9 +92,7 @@ def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it
             decode.manager._move(events.Fence(transfer, 0, RankId(prefill.me), epoch))
 
         # What the abort does last comes first here, as it does when its words are slow.
-        ended = threading.Event()
-        decode.manager.io.post(lambda: (refuse(), ended.set()))
-        assert ended.wait(DEADLINE_S)
+        ask(decode, refuse)
         sender.send(Span(0, 16), range(PAGES))
         assert refused.wait(DEADLINE_S)
         receiver.abort(AbortedByClient("the client left").info)
@@ -227,9 +104,7 @@ def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it
 
 def test_lesson_09_a_peer_that_ends_fails_its_transfers_and_the_next_one_serves() -> None:
     with sides() as (prefill, decode):
-        _transfer, sender, receiver = begin(prefill, decode, 33)
-        receiver.publish(range(9))
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        _, _sender, receiver = published(prefill, decode, 33)
         prefill.manager.close()
         while receiver.poll() is not KVPoll.FAILED:
             decode.changes.get(timeout=DEADLINE_S)
@@ -281,7 +156,7 @@ def test_an_impossible_pair_is_refused_when_it_meets(options: dict[str, object],
     handler = Listen()
     logging.getLogger("segue.kv.session").addHandler(handler)
     try:
-        with sides(**options) as (prefill, decode):
+        with sides(decode=options) as (prefill, decode):
             assert text in dialler.get(timeout=DEADLINE_S)
             if "secret" not in options:  # a stranger is no warning
                 assert text in listener.get(timeout=DEADLINE_S)
@@ -430,15 +305,9 @@ def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
 
         def many(number: int) -> None:
             for _ in range(number):
-                _transfer, sender, receiver = begin(prefill, decode, 33)
-                receiver.publish(range(9))
-                prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-                last = b"7"
-                sender.send(Span(0, 33), range(PAGES), last)
-                decode.wait(receiver, KVPoll.SUCCESS)
-                prefill.wait(sender, KVPoll.SUCCESS)
-                sender.clear()
-                receiver.clear()
+                _, sender, receiver = published(prefill, decode, 33)
+                sender.send(Span(0, 33), range(PAGES), b"7")
+                assert_succeeds({decode: receiver, prefill: sender})
 
         many(count // 2)  # tombstones, pools and caches reach their bounds
         fds = len(os.listdir("/proc/self/fd"))
@@ -456,17 +325,9 @@ def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
 def test_lesson_20_metadata_too_large_for_a_frame_ends_its_own_hand_off_only() -> None:
     small = msgspec.structs.replace(LIMITS, max_frame_bytes=64 * 1024)
     with sides(limits=small) as (prefill, decode):
-        transfer, sender, receiver = begin(prefill, decode, 33)
-        receiver.publish(range(9))
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        _, sender, receiver = published(prefill, decode, 33)
         sender.send(Span(0, 33), range(PAGES), b"x" * 100_000)
-        for side, handle in ((prefill, sender), (decode, receiver)):
-            while handle.poll() is not KVPoll.FAILED:
-                side.changes.get(timeout=DEADLINE_S)
-            assert handle.error is not None
-            assert handle.error.code is ErrorCode.REQUEST_TOO_LARGE
-            side.wait_release(transfer)
-            handle.clear()
+        assert_fails(ErrorCode.REQUEST_TOO_LARGE, "", {prefill: sender, decode: receiver})
         assert_handed_over(prefill, decode, 33, 8)
         assert_at_rest(prefill)
         assert_at_rest(decode)
@@ -478,14 +339,8 @@ def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCapt
         transfer, sender, receiver = begin(prefill, decode, 8)
         receiver.abort()
         prefill.wait_release(transfer)
-        forgotten = threading.Event()
-
-        def forget() -> None:
-            prefill.manager.exchange.handle(events.Tick(), prefill.manager.clock.now() + 1e6)
-            forgotten.set()
-
-        prefill.manager.io.post(forget)
-        assert forgotten.wait(DEADLINE_S)
+        later = prefill.manager.clock.now() + 1e6
+        ask(prefill, lambda: prefill.manager.exchange.handle(events.Tick(), later))
         with caplog.at_level(logging.WARNING):
             sender.send(Span(0, 8), range(PAGES), b"1")
             sender.clear()
@@ -497,9 +352,7 @@ def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCapt
 
 def test_kv_may_be_sent_before_the_first_token_is_known_and_nothing_is_committed_without_it() -> None:
     with sides() as (prefill, decode):
-        _transfer, sender, receiver = begin(prefill, decode, 8)
-        receiver.publish(range(2, 4))
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        _, sender, receiver = published(prefill, decode, 8)
         sender.send(Span(0, 8), range(PAGES))
         decode.wait(receiver, KVPoll.TRANSFERRING)
         (machine,) = decode.manager.exchange.machines.values()
@@ -508,45 +361,25 @@ def test_kv_may_be_sent_before_the_first_token_is_known_and_nothing_is_committed
         assert missing == "the metadata"
         assert receiver.poll() is KVPoll.TRANSFERRING
         sender.finish(b"7")
-        for side, handle in ((decode, receiver), (prefill, sender)):
-            side.wait(handle, KVPoll.SUCCESS)
-            handle.clear()
-        assert receiver.metadata is not None
+        assert_succeeds({decode: receiver, prefill: sender})
         assert receiver.metadata == b"7"
         assert_at_rest(prefill)
         assert_at_rest(decode)
 
 
-def assert_refused(sides: dict[Side, KVSender | KVReceiver], text: str) -> None:
-    """A wrong call of the engine has ended the hand-off, with the same reason on both sides."""
-    for side, handle in sides.items():
-        while not handle.released:
-            side.changes.get(timeout=DEADLINE_S)
-        assert handle.error is not None
-        assert handle.error.code is ErrorCode.INTERNAL
-        assert text in handle.error.text
-        handle.clear()
-    for side in sides:
-        assert_at_rest(side)
-
-
 def test_metadata_is_said_once() -> None:
     with sides() as (prefill, decode):
-        _transfer, sender, receiver = begin(prefill, decode, 8)
-        receiver.publish(range(2, 4))
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        _, sender, receiver = published(prefill, decode, 8)
         for token in (7, 8):
             sender.finish(str(token).encode())
-        assert_refused({prefill: sender, decode: receiver}, "metadata was sent already")
+        assert_fails(ErrorCode.INTERNAL, "metadata was sent already", {prefill: sender, decode: receiver})
 
 
 def test_a_wrong_call_of_the_engine_ends_its_own_hand_off_at_once() -> None:
     with sides() as (prefill, decode):
-        _, sender, receiver = begin(prefill, decode, 8)
-        receiver.publish(range(2, 4))
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        _, sender, receiver = published(prefill, decode, 8)
         sender.send(Span(3, 8), range(PAGES))  # not from token 0
-        assert_refused({prefill: sender, decode: receiver}, "one from token 0 of 8 was due")
+        assert_fails(ErrorCode.INTERNAL, "one from token 0 of 8 was due", {prefill: sender, decode: receiver})
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -567,15 +400,6 @@ def test_lesson_16_the_path_that_was_chosen_and_its_speed_are_said_once_and_show
     assert sum(f"transport={transport} mib_per_s=" in text for text in said) == 1
 
 
-def on_io(side: Side, work: Callable[[], object]) -> None:
-    """Run `work` on the I/O thread and raise here what it raises."""
-
-    async def call() -> None:
-        work()
-
-    side.manager.io.call(call(), DEADLINE_S)
-
-
 def test_a_deadline_that_is_due_already_disturbs_no_event_that_comes_before_its_tick() -> None:
     """uvloop makes a handle without a time of a timer that is due (found by 50 kills): the events
     behind it were lost, and their hand-off ended by its deadline only."""
@@ -591,17 +415,15 @@ def test_a_deadline_that_is_due_already_disturbs_no_event_that_comes_before_its_
             manager._alarm.set(manager.exchange.next_deadline(), now)
             manager._alarm.set(manager.exchange.next_deadline(), now)
 
-        on_io(prefill, twice)
-        on_io(prefill, lambda: None)
+        ask(prefill, twice)
+        ask(prefill, lambda: None)
         manager._handle, manager.exchange.next_deadline = handle, next_deadline  # type: ignore[method-assign]
         assert [event for event in ticks if isinstance(event, events.Tick)] == [events.Tick()]
 
 
 def test_a_bug_on_one_event_loses_none_of_those_posted_with_it_and_ends_its_hand_off() -> None:
     with sides() as (prefill, decode):
-        transfer, sender, receiver = begin(prefill, decode, 8)
-        receiver.publish(range(2, 4))
-        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        _, sender, receiver = published(prefill, decode, 8)
         seen: list[type] = []
         handle = prefill.manager.exchange.handle
 
@@ -613,13 +435,6 @@ def test_a_bug_on_one_event_loses_none_of_those_posted_with_it_and_ends_its_hand
 
         prefill.manager.exchange.handle = broken  # type: ignore[method-assign]
         sender.send(Span(0, 8), range(PAGES), b"1")
-        prefill.wait_release(transfer)
-        decode.wait_release(transfer)
+        # With the reason, and not that the next event came too early.
+        assert_fails(ErrorCode.INTERNAL, "a bug", {prefill: sender, decode: receiver})
         assert seen[:3] == [events.SendChunk, events.EndRoom, events.SendMetadata]
-        for side in (sender, receiver):
-            assert side.error is not None
-            assert side.error.code is ErrorCode.INTERNAL
-            assert "a bug" in side.error.text, "the reason, and not that the next event came too early"
-            side.clear()
-        assert_at_rest(prefill)
-        assert_at_rest(decode)

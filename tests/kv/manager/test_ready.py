@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
-from test_manager import DEADLINE_S, LIMITS, PAGES, Side, ask, assert_at_rest, begin, expect, receive, spec
+from kv_sides import (
+    DEADLINE_S,
+    LIMITS,
+    PAGES,
+    AgentSide,
+    Side,
+    ask,
+    assert_at_rest,
+    assert_fails,
+    assert_succeeds,
+    begin,
+    expect,
+    joined,
+    published,
+    receive,
+)
 
 from segue.kv.config import HOST, KVConfig
-from segue.kv.errors import AbortedByClient, ErrorCode, OutOfCapacity
-from segue.kv.handles import Change, KVReceiver, KVSender
-from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
+from segue.kv.errors import (
+    AbortedByClient,
+    ErrorCode,
+    Internal,
+    OutOfCapacity,
+    TransferFailed,
+)
+from segue.kv.handles import KVReceiver, KVSender
+from segue.kv.ids import KVPoll, Role, RoomKey, Span, TransferId, new_room
 from segue.kv.manager import KVManager
 from segue.kv.protocol import events
 from segue.kv.ranks.local_rank import local_rank
@@ -24,7 +47,6 @@ from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
 from segue.kv.ready import ReadyEvent
 from segue.kv.threads import MAX_WAITS, ThreadPerCall, Waits
-from segue.kv.transport.memory.pool_memory import allocate
 
 TOKENS = 16
 
@@ -32,18 +54,12 @@ TOKENS = 16
 class WorkerSide(Side):
     """A leader whose one rank is at the other end of a link."""
 
-    def __init__(self, role: Role, transport: str) -> None:
-        self.spec = spec()
-        self.memory = allocate(self.spec.nbytes)
-        self.changes = queue.Queue[Change]()
-        config = KVConfig(role=role, spec=self.spec, model="m/float32", limits=LIMITS, transports=[transport])
+    def managed(self, config: KVConfig, **_: Any) -> KVManager:
         ours, theirs = socket.socketpair()
-        self.link = RankLink(theirs, "the leader", limits=LIMITS)
-        self.worker = RankWorker(local_rank(config, self.memory, HOST, 0), self.link, lambda _: None)
+        link = RankLink(theirs, "the leader", limits=LIMITS)
+        self.worker = RankWorker(local_rank(config, self.memory, HOST, 0), link, lambda _: None)
         self.worker.start()
-        rank = WorkerRank(0, RankLink(ours, "rank 0", limits=LIMITS))
-        self.manager = KVManager(config, [rank], self.changes.put)
-        self.me = config.me
+        return KVManager(config, [WorkerRank(0, RankLink(ours, "rank 0", limits=LIMITS))], self.changes.put)
 
     def close(self) -> None:
         self.manager.close()
@@ -51,26 +67,24 @@ class WorkerSide(Side):
         self.memory.close()
 
 
+#: Where the manager of prefill has its rank, or is itself.
+SIDES = {"own": Side, "worker": WorkerSide, "agent": AgentSide}
+each_kind = pytest.mark.parametrize("kind", ["own", "worker", pytest.param("agent", marks=pytest.mark.slow)])
+
+
 @contextmanager
-def pair(transport: str = "shm", worker: bool = False) -> Iterator[tuple[Side, Side]]:
-    prefill = WorkerSide(Role.PREFILL, transport) if worker else Side(Role.PREFILL, transport=transport)
-    decode = Side(Role.DECODE, transport=transport)
-    try:
-        prefill.manager.start()
-        decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+def pair(transport: str = "shm", kind: str = "own") -> Iterator[tuple[Side, Side]]:
+    prefill, decode = SIDES[kind](Role.PREFILL, transport=transport), Side(Role.DECODE, transport=transport)
+    with joined(prefill, decode):
         yield prefill, decode
-    finally:
-        decode.close()
-        prefill.close()
 
 
-def signal(side: Side, ready: ReadyEvent) -> None:
-    """The KV is complete at this side's rank."""
+def signal(side: Side, ready: ReadyEvent, wait: Callable[[], object] | None = None) -> None:
+    """The KV is complete at this side's rank, or when `wait` returns."""
     if isinstance(side, WorkerSide):
-        side.worker.signal(ready.number)
+        side.worker.signal(ready.number, wait)
     else:
-        ready.signal()
+        ready.signal(wait)
 
 
 def fill(side: Side) -> bytes:
@@ -83,32 +97,22 @@ def landed(side: Side) -> bytes:
     return bytes(side.memory.buffer[: side.spec.nbytes])
 
 
-def published(prefill: Side, decode: Side) -> tuple[TransferId, KVSender, KVReceiver]:
-    transfer, sender, receiver = begin(prefill, decode, TOKENS)
-    receiver.publish(range(TOKENS // prefill.spec.page_tokens))
-    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-    return transfer, sender, receiver
-
-
 def assert_arrived(prefill: Side, decode: Side, sender: KVSender, receiver: KVReceiver) -> None:
-    decode.wait(receiver, KVPoll.SUCCESS)
-    prefill.wait(sender, KVPoll.SUCCESS)
+    assert_succeeds({decode: receiver, prefill: sender})
     row = TOKENS * prefill.spec.k_token_bytes
     for plane in range(6):
         at = prefill.spec.offset(plane // 2, bool(plane % 2), 0)
         assert landed(decode)[at : at + row] == landed(prefill)[at : at + row]
-    sender.clear()
-    receiver.clear()
     assert_at_rest(prefill)
     assert_at_rest(decode)
 
 
-@pytest.mark.parametrize("worker", [False, True])
+@each_kind
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_what_is_sent_and_hashed_is_the_content_at_that_moment(transport: str, worker: bool) -> None:
-    with pair(transport, worker) as (prefill, decode):
+def test_what_is_sent_and_hashed_is_the_content_at_that_moment(transport: str, kind: str) -> None:
+    with pair(transport, kind) as (prefill, decode):
         fill(prefill)
-        _, sender, receiver = published(prefill, decode)
+        _, sender, receiver = published(prefill, decode, TOKENS)
         before = landed(decode)
         first, last = prefill.manager.ready(), prefill.manager.ready()
         sender.send(Span(0, 8), range(PAGES), ready=first)
@@ -122,9 +126,9 @@ def test_what_is_sent_and_hashed_is_the_content_at_that_moment(transport: str, w
         assert_arrived(prefill, decode, sender, receiver)
 
 
-@pytest.mark.parametrize("worker", [False, True])
-def test_a_moment_that_came_before_anybody_waited_or_bound_the_room(worker: bool) -> None:
-    with pair(worker=worker) as (prefill, decode):
+@each_kind
+def test_a_moment_that_came_before_anybody_waited_or_bound_the_room(kind: str) -> None:
+    with pair(kind=kind) as (prefill, decode):
         transfer = TransferId(new_room(), 0, prefill.me, decode.me)
         sender = expect(prefill.manager, transfer, TOKENS, DEADLINE_S)
         ready = prefill.manager.ready()
@@ -143,11 +147,11 @@ def test_a_moment_that_came_before_anybody_waited_or_bound_the_room(worker: bool
         assert_arrived(prefill, decode, sender, receiver)
 
 
-@pytest.mark.parametrize("worker", [False, True])
-def test_layers_leave_each_at_its_moment(worker: bool) -> None:
-    with pair(worker=worker) as (prefill, decode):
+@each_kind
+def test_layers_leave_each_at_its_moment(kind: str) -> None:
+    with pair(kind=kind) as (prefill, decode):
         content = fill(prefill)
-        _, sender, receiver = published(prefill, decode)
+        _, sender, receiver = published(prefill, decode, TOKENS)
         moments = [prefill.manager.ready() for _ in range(3)]
         for layers, ready in zip((1, 2, None), moments, strict=True):
             last = b"7" if layers is None else None
@@ -163,12 +167,12 @@ def test_layers_leave_each_at_its_moment(worker: bool) -> None:
         assert_arrived(prefill, decode, sender, receiver)
 
 
-@pytest.mark.parametrize("worker", [False, True])
+@each_kind
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_fence_ends_what_still_waits_and_a_late_moment_moves_nothing(transport: str, worker: bool) -> None:
-    with pair(transport, worker) as (prefill, decode):
+def test_a_fence_ends_what_still_waits_and_a_late_moment_moves_nothing(transport: str, kind: str) -> None:
+    with pair(transport, kind) as (prefill, decode):
         fill(prefill)
-        transfer, sender, receiver = published(prefill, decode)
+        transfer, sender, receiver = published(prefill, decode, TOKENS)
         ready = prefill.manager.ready()
         sender.send(Span(0, TOKENS), range(PAGES), b"7", ready=ready)
         prefill.wait(sender, KVPoll.TRANSFERRING)
@@ -181,22 +185,17 @@ def test_a_fence_ends_what_still_waits_and_a_late_moment_moves_nothing(transport
                 ask(prefill, lambda: None)
         ask(prefill, lambda: None)
         assert not any(landed(decode))
-        for handle in (sender, receiver):
-            assert handle.error is not None
-            assert handle.error.code is ErrorCode.ABORTED_BY_CLIENT
-            handle.clear()
-        assert_at_rest(prefill)
-        assert_at_rest(decode)
+        assert_fails(ErrorCode.ABORTED_BY_CLIENT, "left", {prefill: sender, decode: receiver})
 
 
 @pytest.mark.parametrize("over", [False, True])
-@pytest.mark.parametrize("worker", [False, True])
+@pytest.mark.parametrize("kind", ["own", "worker"])
 def test_a_hand_off_that_ends_in_the_very_turn_of_its_chunk_leaves_nothing_behind(
-    worker: bool, over: bool
+    kind: str, over: bool
 ) -> None:
     """The fence follows the write and its checksum at once; each of them is answered."""
-    with pair(worker=worker) as (prefill, decode):
-        transfer, sender, receiver = published(prefill, decode)
+    with pair(kind=kind) as (prefill, decode):
+        _, sender, receiver = published(prefill, decode, TOKENS)
         ready = prefill.manager.ready()
         if over:
             signal(prefill, ready)
@@ -204,79 +203,47 @@ def test_a_hand_off_that_ends_in_the_very_turn_of_its_chunk_leaves_nothing_behin
             events.SendChunk(sender.key, Span(0, TOKENS), tuple(range(PAGES)), ready=ready),
             events.EndRoom(sender.key, AbortedByClient("the client left").info),
         )
-        for side in (prefill, decode):
-            side.wait_release(transfer)
-        sender.clear()
-        receiver.clear()
-        assert_at_rest(prefill)
-        assert_at_rest(decode)
+        assert_fails(ErrorCode.ABORTED_BY_CLIENT, "left", {prefill: sender, decode: receiver})
 
 
-@pytest.mark.parametrize("worker", [False, True])
-def test_a_moment_that_never_comes_ends_the_hand_off_by_its_deadline(worker: bool) -> None:
-    with pair(worker=worker) as (prefill, decode):
-        transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-        sender = expect(prefill.manager, transfer, TOKENS, 1.0)
-        receiver = receive(decode.manager, transfer, TOKENS, DEADLINE_S)
-        decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+@pytest.mark.parametrize("kind", ["own", "worker"])
+def test_a_moment_that_never_comes_ends_the_hand_off_by_its_deadline(kind: str) -> None:
+    with pair(kind=kind) as (prefill, decode):
+        _, sender, receiver = begin(prefill, decode, TOKENS, budget_s=1.0)
         receiver.publish(range(TOKENS // prefill.spec.page_tokens))
         sender.send(Span(0, TOKENS), range(PAGES), b"7", ready=prefill.manager.ready())
-        for side in (prefill, decode):
-            side.wait_release(transfer)
-        for handle in (sender, receiver):
-            assert handle.error is not None
-            assert handle.error.code is ErrorCode.DEADLINE_EXCEEDED
-            handle.clear()
-        assert_at_rest(prefill)
-        assert_at_rest(decode)
+        assert_fails(ErrorCode.DEADLINE_EXCEEDED, "", {prefill: sender, decode: receiver})
 
 
-@pytest.mark.parametrize("worker", [False, True])
-def test_a_call_that_blocks_until_the_moment_holds_up_nobody_else(worker: bool) -> None:
-    with pair(worker=worker) as (prefill, decode):
+@each_kind
+def test_a_call_that_blocks_until_the_moment_holds_up_nobody_else(kind: str) -> None:
+    with pair(kind=kind) as (prefill, decode):
         fill(prefill)
         event = threading.Event()
-        _, waiting, there = published(prefill, decode)
+        _, waiting, there = published(prefill, decode, TOKENS)
         ready = prefill.manager.ready()
         waiting.send(Span(0, TOKENS), range(PAGES), b"7", ready=ready)
-        if isinstance(prefill, WorkerSide):
-            prefill.worker.signal(ready.number, event.wait)
-        else:
-            ready.signal(event.wait)
-        _, sender, receiver = begin(prefill, decode, TOKENS)
-        receiver.publish(range(4, 8))
+        signal(prefill, ready, event.wait)
+        _, sender, receiver = published(prefill, decode, TOKENS, 4)
         sender.send(Span(0, TOKENS), range(PAGES), b"7")
-        decode.wait(receiver, KVPoll.SUCCESS)
-        prefill.wait(sender, KVPoll.SUCCESS)
+        assert_succeeds({decode: receiver, prefill: sender})
         assert waiting.poll() is KVPoll.TRANSFERRING
         event.set()
-        sender.clear()
-        receiver.clear()
         assert_arrived(prefill, decode, waiting, there)
 
 
-@pytest.mark.parametrize("worker", [False, True])
-def test_what_a_chunk_waits_for_may_fail_and_the_hand_off_with_it(worker: bool) -> None:
+@each_kind
+def test_what_a_chunk_waits_for_may_fail_and_the_hand_off_with_it(kind: str) -> None:
     def broken() -> None:
         raise RuntimeError("the device was lost")
 
-    with pair(worker=worker) as (prefill, decode):
-        transfer, sender, receiver = published(prefill, decode)
+    with pair(kind=kind) as (prefill, decode):
+        _, sender, receiver = published(prefill, decode, TOKENS)
         ready = prefill.manager.ready()
         sender.send(Span(0, TOKENS), range(PAGES), b"7", ready=ready)
-        if isinstance(prefill, WorkerSide):
-            prefill.worker.signal(ready.number, broken)
-        else:
-            ready.signal(broken)
-        for side in (prefill, decode):
-            side.wait_release(transfer)
-        for handle in (sender, receiver):
-            assert handle.error is not None
-            assert handle.error.code is ErrorCode.TRANSFER_FAILED
-            assert "the device was lost" in handle.error.text
-            handle.clear()
+        signal(prefill, ready, broken)
+        assert_fails(ErrorCode.TRANSFER_FAILED, "the device was lost", {prefill: sender, decode: receiver})
         assert not any(landed(decode))
-        assert_at_rest(prefill)
 
 
 def test_each_callback_runs_once_whoever_comes_first() -> None:
@@ -290,16 +257,102 @@ def test_each_callback_runs_once_whoever_comes_first() -> None:
     assert (calls, ready.over, ready.error) == (["before", "after"], True, None)
 
 
-def test_so_many_calls_wait_at_once_and_no_more() -> None:
-    event, ended = threading.Event(), threading.Semaphore(0)
-    waits = Waits(ThreadPerCall("waits", lambda _name, run: parked.append(run)))
-    parked: list[object] = []
+def waiting(threads: int | None = None) -> tuple[Waits, list[Callable[[], None]]]:
+    """The threads that it would start; `threads`: how many can be started."""
+    started: list[Callable[[], None]] = []
+
+    def spawn(_name: str, run: Callable[[], None]) -> None:
+        if threads is not None and len(started) >= threads:
+            raise RuntimeError("can't start new thread")
+        started.append(run)
+
+    return Waits(ThreadPerCall("waits", spawn)), started
+
+
+def test_calls_end_in_their_order_on_one_thread_and_equal_ones_in_a_row_are_one() -> None:
+    waits, started = waiting()
+    log: list[object] = []
+    calls = [partial(log.append, name) for name in "abc"]
+
+    def broken() -> None:
+        raise RuntimeError("the device was lost")
+
+    for number, call in enumerate([calls[0], calls[1], calls[1], broken, calls[1], calls[2]]):
+        waits(call, lambda error, number=number: log.append((number, str(error))))  # type: ignore[misc]
+    assert len(started) == 1
+    started[0]()
+    none = str(None)
+    assert log == [
+        *("a", (0, none)),
+        *("b", (1, none), (2, none)),
+        (3, "the device was lost"),
+        *("b", (4, none)),
+        *("c", (5, none)),
+    ]
+    waits(calls[0], lambda _: None)
+    assert len(started) == 2, "the thread had ended"
+
+
+def test_one_more_than_may_wait_ends_with_the_error() -> None:
+    waits, started = waiting()
     for _ in range(MAX_WAITS):
-        waits(event.wait, lambda _: ended.release())
-    with pytest.raises(OutOfCapacity):
-        waits(event.wait, lambda _: None)
-    event.set()
-    for run in parked:
-        run()  # type: ignore[operator]
-    assert ended.acquire(timeout=DEADLINE_S)
-    waits(event.wait, lambda _: None)
+        waits(int, lambda _: None)
+    ready = ReadyEvent(1, waits)
+    ready.signal(int)
+    assert ready.over
+    assert isinstance(ready.error, OutOfCapacity)
+    started[0]()
+    later = ReadyEvent(2, waits)
+    later.signal(int)
+    started[1]()
+    assert (later.over, later.error) == (True, None)
+
+
+def test_without_a_thread_what_waits_ends_with_the_reason() -> None:
+    waits, _ = waiting(threads=0)
+    for _ in range(2):
+        ready = ReadyEvent(1, waits)
+        ready.signal(int)
+        assert ready.over
+        assert "can't start new thread" in str(ready.error)
+
+
+def test_a_rank_that_fails_ends_the_hand_off_also_if_the_chunk_is_complete_elsewhere() -> None:
+    with pair(kind="worker") as (prefill, decode):
+        assert isinstance(prefill, WorkerSide)
+        fill(prefill)
+        transfer, sender, receiver = published(prefill, decode, TOKENS)
+        ready = prefill.manager.ready()
+        sender.send(Span(0, TOKENS), range(PAGES), b"7", ready=ready)
+        ready.signal()
+        prefill.worker.fail(TransferFailed("the step has raised"))
+        for side in (prefill, decode):
+            side.wait_release(transfer)
+        for handle in (sender, receiver):
+            assert handle.error is not None
+            assert "the step has raised" in handle.error.text
+            handle.clear()
+        assert not any(landed(decode))
+        late = prefill.manager.expect(RoomKey(new_room()), TOKENS, DEADLINE_S)
+        prefill.wait(late, KVPoll.FAILED)
+
+
+def test_the_end_of_the_io_thread_fails_every_half_at_once() -> None:
+    """Nothing is released: transports may still move bytes. No half begins any more."""
+    with pair() as (prefill, decode):
+        _, sender, receiver = published(prefill, decode, TOKENS)
+        waits_for_a_destination = prefill.manager.expect(RoomKey(new_room()), TOKENS, DEADLINE_S)
+        prefill.manager.io.post(sys.exit)  # as a bug of the loop would end it
+        for handle in (sender, waits_for_a_destination):
+            prefill.wait(handle, KVPoll.FAILED)
+            assert handle.error is not None
+            assert handle.error.code is ErrorCode.INTERNAL
+            assert "the thread of the KV hand-off has ended" in handle.error.text
+            assert not handle.released
+        decode.wait(receiver, KVPoll.FAILED)
+        assert receiver.error is not None
+        assert receiver.error.code is ErrorCode.PEER_LOST
+        with pytest.raises(Internal, match="has ended"):
+            prefill.manager.expect(RoomKey(new_room()), TOKENS, DEADLINE_S)
+        assert len(prefill.manager.handles) == 2
+        assert [error.info.code for error in prefill.lost.queue] == [ErrorCode.INTERNAL]

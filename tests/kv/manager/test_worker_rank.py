@@ -12,16 +12,29 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
+from kv_sides import (
+    DEADLINE_S,
+    LIMITS,
+    Side,
+    ask,
+    assert_at_rest,
+    assert_succeeds,
+    expect,
+    joined,
+    published,
+    receive,
+)
 from rank_process import Wanted
-from test_manager import DEADLINE_S, LIMITS, ask, assert_at_rest, begin, expect, receive
 
 from segue.kv.config import KVConfig
 from segue.kv.errors import (
@@ -60,7 +73,6 @@ from segue.kv.ranks.rank_worker import RankWorker
 from segue.kv.ranks.worker_rank import WorkerRank
 from segue.kv.transport.base import Fenced
 from segue.kv.transport.memory.pool_memory import Memory, allocate
-from segue.kv.transport.probe import PageShape, Scratch
 
 SHAPE = KVShape(layers=3, kv_heads=6, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
 PAGES, PAGE = 16, 4
@@ -94,7 +106,6 @@ class RankProcess:
         role: Role,
         spec: PoolSpec,
         transport: str,
-        limits: Limits,
         listener: RankListener | None = None,
     ):
         self.memory: Memory = allocate(spec.nbytes)
@@ -109,12 +120,12 @@ class RankProcess:
         )
         theirs.close()
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.msgpack.encode(Wanted(index, me, role, spec, transport, limits)))
+        self.process.stdin.write(msgspec.msgpack.encode(Wanted(index, me, role, spec, transport, LIMITS)))
         self.process.stdin.close()
         if listener:
             ours.close()
             ours = listener.accept([index], 60)[index]
-        self.link = RankLink(ours, f"the worker of rank {index}", limits=limits)
+        self.link = RankLink(ours, f"the worker of rank {index}", limits=LIMITS)
 
     def close(self) -> None:
         self.process.kill()
@@ -122,7 +133,7 @@ class RankProcess:
         self.memory.close()
 
 
-class RankedSide:
+class RankedSide(Side):
     """A manager over ranks in processes of their own."""
 
     def __init__(
@@ -130,19 +141,18 @@ class RankedSide:
         role: Role,
         ranks: int,
         transport: str,
-        limits: Limits = LIMITS,
         listener: RankListener | None = None,
     ) -> None:
         self.me = LeaderId(new_incarnation())
         self.specs = specs(ranks)
+        self.spec = self.specs[0]
         self.processes = [
-            RankProcess(i, self.me, role, spec, transport, limits, listener)
-            for i, spec in enumerate(self.specs)
+            RankProcess(i, self.me, role, spec, transport, listener) for i, spec in enumerate(self.specs)
         ]
         self.changes: queue.Queue[Change] = queue.Queue()
         self.lost: queue.Queue[SegueError] = queue.Queue()
         config = KVConfig(
-            role=role, model="m", spec=self.specs[0], me=self.me, transports=[transport], limits=limits
+            role=role, model="m", spec=self.specs[0], me=self.me, transports=[transport], limits=LIMITS
         )
         self.manager = KVManager(
             config,
@@ -150,17 +160,6 @@ class RankedSide:
             self.changes.put,
             on_rank_lost=self.lost.put,
         )
-
-    def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:
-        while (now := handle.poll()) is not phase:
-            assert not now.terminal, handle.error
-            self.changes.get(timeout=60)
-
-    def wait_for(self, kind: type[Any]) -> Any:
-        while True:
-            change = self.changes.get(timeout=60)
-            if isinstance(change, kind):
-                return change
 
     def fill(self, rng: np.random.Generator) -> None:
         for each in self.processes:
@@ -184,50 +183,32 @@ class RankedSide:
 
 @contextmanager
 def ranked(
-    prefill_ranks: int,
-    decode_ranks: int,
-    transport: str,
-    limits: Limits = LIMITS,
-    listener: RankListener | None = None,
+    prefill_ranks: int, decode_ranks: int, transport: str, listener: RankListener | None = None
 ) -> Iterator[tuple[RankedSide, RankedSide]]:
-    with ExitStack() as stack:
-        made = []
-        for role, ranks in ((Role.DECODE, decode_ranks), (Role.PREFILL, prefill_ranks)):
-            side = RankedSide(role, ranks, transport, limits, listener)
-            stack.callback(side.close)
-            side.manager.start()
-            made.append(side)
-        decode, prefill = made
-        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+    decode = RankedSide(Role.DECODE, decode_ranks, transport, listener)
+    prefill = RankedSide(Role.PREFILL, prefill_ranks, transport, listener)
+    with joined(prefill, decode):
         yield prefill, decode
 
 
 def hand_over(prefill: RankedSide, decode: RankedSide, tokens: int, chunks: Sequence[int]) -> None:
-    _transfer, sender, receiver = begin(prefill, decode, tokens)  # type: ignore[arg-type]
-    receiver.publish(range(2, 2 + -(-tokens // PAGE)))
-    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
-    start = 0
-    for end in (*chunks, tokens):
-        last = b"7" if end == tokens else None
-        sender.send(Span(start, end), range(PAGES), last)
-        start = end
-    decode.wait(receiver, KVPoll.SUCCESS)
-    prefill.wait(sender, KVPoll.SUCCESS)
+    _, sender, receiver = published(prefill, decode, tokens, 2)
+    for start, end in pairwise((0, *chunks, tokens)):
+        sender.send(Span(start, end), range(PAGES), b"7" if end == tokens else None)
+    assert_succeeds({decode: receiver, prefill: sender})
     for token in range(tokens):
         for layer in range(SHAPE.layers):
             for value in (False, True):
                 sent = prefill.heads(layer, value, token)
                 assert decode.heads(layer, value, 2 * PAGE + token) == sent, (token, layer, value)
-    sender.clear()
-    receiver.clear()
 
 
 def assert_soon_at_rest(side: RankedSide) -> None:
     """Nothing is held any more, once the workers have answered that the last epoch is over."""
     until = time.monotonic() + 60.0
-    while ask(side, side.manager.sizes)["unanswered"] and time.monotonic() < until:  # type: ignore[arg-type]
+    while ask(side, side.manager.sizes)["unanswered"] and time.monotonic() < until:
         pass
-    assert_at_rest(side)  # type: ignore[arg-type]
+    assert_at_rest(side)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -245,9 +226,7 @@ def test_bytes_arrive_between_worker_processes(transport: str, prefill_ranks: in
 
 def reserved(prefill: RankedSide, decode: RankedSide) -> tuple[KVSender, KVReceiver]:
     """A hand-off of which decode has said where to write, and prefill has sent the first half."""
-    _, sender, receiver = begin(prefill, decode, 32)  # type: ignore[arg-type]
-    receiver.publish(range(8))
-    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+    _, sender, receiver = published(prefill, decode, 32)
     sender.send(Span(0, 16), range(PAGES))
     decode.wait(receiver, KVPoll.TRANSFERRING)
     return sender, receiver
@@ -264,15 +243,15 @@ def test_the_death_of_one_rank_ends_every_hand_off_of_its_leader_at_once_and_fre
         victim = prefill if role is Role.PREFILL else decode
         victim.processes[1].process.kill()
         for side, handle in ((prefill, sender), (decode, receiver)):
-            side.wait_for(events.Release)
+            side.next(events.Release)
             assert handle.poll() is KVPoll.FAILED
             assert handle.error is not None
         error = victim.lost.get(timeout=60)
         assert isinstance(error, PeerLost)
         assert "the worker of rank 1 has ended" in str(error)
-        _, sender, receiver = begin_anyway(prefill, decode)
-        late = sender if role is Role.PREFILL else receiver
-        victim.wait_for(events.Release)
+        transfer = TransferId(new_room(), 0, prefill.me, decode.me)
+        late = (expect if role is Role.PREFILL else receive)(victim.manager, transfer, 4, DEADLINE_S)
+        victim.next(events.Release)
         assert late.error is not None
         assert late.error.code is ErrorCode.PEER_LOST
 
@@ -287,17 +266,10 @@ def test_ranks_that_have_connected_by_an_invitation_hand_over_and_die_as_any_oth
         sender, receiver = reserved(prefill, decode)
         prefill.processes[1].process.kill()
         for side, handle in ((prefill, sender), (decode, receiver)):
-            side.wait_for(events.Release)
+            side.next(events.Release)
             assert handle.error is not None
         assert sender.error is not None
         assert sender.error.code is ErrorCode.PEER_LOST
-
-
-def begin_anyway(prefill: RankedSide, decode: RankedSide) -> tuple[None, KVSender, KVReceiver]:
-    transfer = TransferId(new_room(), 0, prefill.me, decode.me)
-    sender = expect(prefill.manager, transfer, 4, DEADLINE_S)
-    receiver = receive(decode.manager, transfer, 4, DEADLINE_S)
-    return None, sender, receiver
 
 
 @pytest.mark.slow
@@ -313,7 +285,7 @@ def test_a_rank_that_stands_still_keeps_pages_until_it_is_known_to_be_dead() -> 
         try:
             error = prefill.lost.get(timeout=60)
             assert "has said nothing" in str(error)
-            decode.wait_for(events.Quarantined)
+            decode.next(events.Quarantined)
             assert sender.poll() is KVPoll.FAILED
             assert receiver.poll() is KVPoll.FAILED
             sizes = prefill.manager.sizes(), decode.manager.sizes()
@@ -321,8 +293,8 @@ def test_a_rank_that_stands_still_keeps_pages_until_it_is_known_to_be_dead() -> 
             assert not any(isinstance(c, events.Release) for c in list(prefill.changes.queue))
         finally:
             stopped.kill()
-        prefill.wait_for(events.Release)
-        decode.wait_for(events.Release)
+        prefill.next(events.Release)
+        decode.next(events.Release)
 
 
 @pytest.mark.parametrize(
@@ -402,17 +374,6 @@ def with_raw_worker(use: Callable[[WorkerRank, Owner, socket.socket], Coroutine[
     theirs.close()
 
 
-def test_what_a_worker_cannot_grant_is_told_with_its_reason() -> None:
-    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
-        assert not rank.grant("shm", PEER, 5, [1])
-        worker.sendall(encode(wire.GrantAnswer(PEER, 5, FULL.info)))
-        worker.sendall(encode(wire.GrantAnswer(PEER, 6)))
-        await owner.until(lambda: len(owner.heard) == 2)
-        assert owner.heard == [("granted", PEER, 5, FULL.info), ("granted", PEER, 6, None)]
-
-    with_raw_worker(use)
-
-
 @pytest.mark.parametrize("said", [b"\x00\x00\x00\x01\xc1", encode(wire.FailedAnswer(FULL.info))])
 def test_a_worker_that_says_nonsense_or_gives_up_is_lost_and_everything_is_answered(said: bytes) -> None:
     async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
@@ -457,7 +418,6 @@ class Refusing:
 
     spec = specs(1)[0]
     endpoints: ClassVar[dict[str, bytes]] = {}
-    scratch = None
     checksums = ("words-64",)
 
     def __init__(self) -> None:
@@ -470,9 +430,6 @@ class Refusing:
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
         raise ZeroDivisionError("a bug")
 
-    def measure(self, *_: Any) -> None:
-        raise ZeroDivisionError("a bug, at once")
-
     def grant(self, *_: Any) -> bool:
         raise FULL
 
@@ -483,6 +440,22 @@ class Refusing:
         self.owner.moved(0, transport, Fenced(peer, epoch, True))
 
     def close(self) -> None: ...
+
+
+def test_a_link_that_stays_open_keeps_nothing_of_a_worker_that_is_closed() -> None:
+    """Else the pool of the rank would stay as long as the link."""
+    ours, theirs = socket.socketpair()
+    word = msgspec.defstruct("Word", [], tag=True)
+    link, rank = RankLink(theirs, "the leader", messages=word), Refusing()
+    worker, kept = RankWorker(rank, link, lambda _: None), weakref.ref(rank)  # type: ignore[arg-type]
+    worker.start()
+    worker.close()
+    link.io.call(asyncio.sleep(0), DEADLINE_S)
+    del worker, rank
+    gc.collect()
+    assert kept() is None
+    link.close()
+    ours.close()
 
 
 def test_what_a_worker_is_refused_ends_one_hand_off_and_not_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,8 +470,6 @@ def test_what_a_worker_is_refused_ends_one_hand_off_and_not_the_rank(monkeypatch
         await rank.start(owner, LoopIo(asyncio.get_running_loop()))
         with pytest.raises(SegueError, match="a bug"):
             await rank.connect("shm", PEER, b"", 5.0)
-        with pytest.raises(SegueError, match="a bug, at once"):
-            await rank.measure("shm", PEER, 5, Scratch(0, 1), PageShape(1, 1), 0.1)
         rank.grant("shm", PEER, 5, [1])
         rank.fence("shm", PEER, 5)
         await owner.until(lambda: len(owner.heard) == 2)
@@ -507,43 +478,6 @@ def test_what_a_worker_is_refused_ends_one_hand_off_and_not_the_rank(monkeypatch
     asyncio.run(main())
     assert owner.heard == [("granted", PEER, 5, FULL.info), Fenced(PEER, 5, True)]
     assert isinstance(gone.get(timeout=60), PeerLost)
-    worker.close()
-
-
-class Noting(Refusing):
-    """Notes in which order it is told of an epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[str] = []
-
-    def admit_now(self, *_: object) -> None:
-        self.told.append("admit")
-
-    def fence(self, transport: str, peer: RankId, epoch: int) -> None:
-        self.told.append("fence")
-        self.owner.moved(0, transport, Fenced(peer, epoch, True))
-
-
-def test_scratch_that_is_fenced_at_once_is_granted_before() -> None:
-    """A grant behind its own fence would stay for ever: the session ended as its probe began."""
-    ours, theirs = socket.socketpair()
-    noting = Noting()
-    worker = RankWorker(noting, RankLink(theirs, "the leader"), lambda _: None)  # type: ignore[arg-type]
-    worker.start()
-    rank, owner = WorkerRank(0, RankLink(ours, "rank 0")), Owner()
-
-    async def main() -> None:
-        await rank.start(owner, LoopIo(asyncio.get_running_loop()))
-        admitting = asyncio.create_task(rank.admit(["shm"], PEER, 5))
-        await asyncio.sleep(0)
-        rank.fence("shm", PEER, 5)
-        await admitting
-        await owner.until(lambda: len(owner.heard) == 1)
-        await asyncio.to_thread(rank.close)
-
-    asyncio.run(main())
-    assert noting.told == ["admit", "fence"]
     worker.close()
 
 

@@ -351,21 +351,25 @@ class World:
         self.rooms += 1
         return TransferId(self.rooms, 0, self.prefill.me, self.decode.me)
 
-    def open_sender(self, transfer: TransferId, prompt: int, budget_s: float = 60.0) -> Job | None:
+    def fits(self, role: Role, transfer: TransferId, prompt: int) -> bool:
+        """Whether the half of this side can be opened: its leader is alive and has the pages."""
+        if role is Role.DECODE:
+            return self.decode.me == transfer.decode
+        node = self.prefill
+        return node.me == transfer.prefill and len(node.free) >= -(-prompt // node.spec.page_tokens)
+
+    def open_sender(self, transfer: TransferId, prompt: int, budget_s: float = 60.0) -> Job:
         node = self.prefill
         job = Job(transfer, prompt)
-        if node.me != transfer.prefill or not node.take(job, -(-prompt // node.spec.page_tokens), self.rng):
-            return None
+        assert node.take(job, -(-prompt // node.spec.page_tokens), self.rng)
         node.jobs[transfer] = node.keys[transfer.sent_as] = job
         self.tell(node, expect(transfer, prompt, self.now + budget_s))
         return job
 
     def open_receiver(
         self, transfer: TransferId, prompt: int, prefix: int = 0, budget_s: float = 60.0
-    ) -> Job | None:
+    ) -> Job:
         node = self.decode
-        if node.me != transfer.decode:
-            return None
         job = Job(transfer, prompt, prefix)
         node.jobs[transfer] = node.keys[transfer.received_as] = job
         self.tell(node, receive(transfer, prompt, self.now + budget_s))
@@ -460,6 +464,12 @@ class World:
         if node in self.nodes():
             self.tell(node, event)
         return True
+
+    def lose(self) -> None:
+        """The session breaks, and both sides know."""
+        self.cut()
+        self.notice()
+        self.notice()
 
     def crash(self, role: Role) -> None:
         """A process dies and a new incarnation starts at its address. Its writes die with it."""
@@ -581,6 +591,15 @@ class World:
         self.decode.memory[asked.rank].view(np.uint8)[at] ^= 1 << self.rng.randrange(8)
         self.flipped.add(asked.transfer)
         return True
+
+    def arrive(self) -> None:
+        """All that prefill has posted lands and is announced, and decode hears it."""
+        while self.land() and self.finish():
+            pass
+        while self.answer_checksum(self.prefill):
+            pass
+        while self.deliver(Role.DECODE):
+            pass
 
     # ---- time and rest -------------------------------------------------------------------------
 

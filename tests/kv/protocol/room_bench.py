@@ -172,6 +172,36 @@ class Bench:
         return self.tell(events.Tick())
 
 
+def opened(**options: Any) -> Bench:
+    """A room that nobody has bound."""
+    b = Bench(limits=options.pop("limits", None))
+    b.expect(**options)
+    return b
+
+
+def bound(**options: Any) -> Bench:
+    """A room that attempt 0 of `ONE` has bound."""
+    b = opened(**options)
+    assert words(b.hear(destination())) == ["Accepted"]
+    return b
+
+
+def writing(**options: Any) -> Bench:
+    """The same, with the whole prompt on its way."""
+    b = bound(**options)
+    b.send()
+    assert b.writes
+    return b
+
+
+def all_sent(**options: Any) -> Bench:
+    """Everything has landed and was announced: decode may have committed."""
+    b = writing(**options)
+    b.finish()
+    b.land()
+    return b
+
+
 def said(effects: list[events.Effect], peer: LeaderId = ONE) -> list[HandoffMessage]:
     """The messages to `peer`."""
     return [e.message for e in effects if isinstance(e, events.Send) and e.peer == peer]

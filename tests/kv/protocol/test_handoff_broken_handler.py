@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from handoff_world import receive
+from handoff_world import pool_spec, receive
 from test_handoff_transitions import Case, kinds
 
 from segue.kv.errors import ErrorCode, Internal, PeerLost
 from segue.kv.ids import Incarnation, LeaderId, RankId, Role, TransferId
 from segue.kv.layout.planner import plan_pair
-from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
@@ -21,8 +20,7 @@ from segue.kv.protocol.receiver import ReceiverMachine
 from segue.kv.protocol.sender import SenderMachine
 
 P, D = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
-SHAPE = KVShape(layers=1, kv_heads=1, k_dim=1, v_dim=1, dtype="x", item_bytes=8)
-SPEC = PoolSpec(shape=SHAPE, pages=8, page_tokens=4, layer_count=1, head_count=1)
+SPEC = pool_spec(8, 4)
 TRANSFER = TransferId(1, 0, P, D)
 
 
@@ -45,11 +43,16 @@ def break_next(monkeypatch: pytest.MonkeyPatch, kind: type[Machine], event: type
     return calls
 
 
-def quarantined_receiver() -> Exchange:
+def published_receiver() -> Exchange:
     exchange = Exchange(Role.DECODE, D, "decode", Limits())
     exchange.handle(events.PeerUp(P, plan_pair([SPEC], [SPEC]), "fake"), 0.0)
     exchange.handle(receive(TRANSFER, 4, 100.0), 0.0)
     exchange.handle(events.Publish(TRANSFER.received_as, (0,), 0), 0.0)
+    return exchange
+
+
+def quarantined_receiver() -> Exchange:
+    exchange = published_receiver()
     exchange.handle(events.EndRoom(TRANSFER.received_as, Internal("x").info), 0.0)
     exchange.handle(events.FenceDone(TRANSFER, 0, RankId(P), False), 0.0)
     assert exchange.quarantined_pages() == 1
@@ -93,10 +96,7 @@ def test_another_proof_still_frees_the_pages(
 def test_a_death_whose_handler_broke_on_a_live_hand_off_ends_it_and_proves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exchange = Exchange(Role.DECODE, D, "decode", Limits())
-    exchange.handle(events.PeerUp(P, plan_pair([SPEC], [SPEC]), "fake"), 0.0)
-    exchange.handle(receive(TRANSFER, 4, 100.0), 0.0)
-    exchange.handle(events.Publish(TRANSFER.received_as, (0,), 0), 0.0)
+    exchange = published_receiver()
     break_next(monkeypatch, ReceiverMachine, events.PeerDown)
     effects = exchange.handle(events.PeerDown(P, PeerLost("dead").info, dead=True), 1.0)
     assert events.Fence(TRANSFER, 0, RankId(P), exchange.machines[TRANSFER].epoch) in effects
@@ -110,7 +110,6 @@ def test_a_sender_whose_fence_handler_broke_keeps_its_pages_and_can_be_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     w = Case().in_flight()
-    assert w.s is not None
     w.abort(w.prefill, w.s)
     break_next(monkeypatch, SenderMachine, events.FenceDone)
     assert w.tell(w.prefill, w.fence_done(w.prefill)) == []

@@ -54,23 +54,6 @@ def test_deadlines_are_those_of_a_list(steps: list[tuple[str, int]], slack: int)
     assert deadlines.pop_due(9.0) is None
 
 
-@pytest.mark.parametrize("cancelled", [0, 1, 63, 64, 65, 200, 1000])
-def test_compaction_keeps_every_live_timer(cancelled: int) -> None:
-    deadlines = Deadlines()
-    keep = [timer(float(at)) for at in (5, 1, 3)]
-    others: list[DeadlineEntry] = []
-    deadlines.add(keep[0])
-    for at in range(cancelled):
-        deadlines.add(gone := timer(float(at % 7)))
-        others.append(gone)
-    for gone in others:
-        deadlines.cancel(gone)
-    for late in keep[1:]:
-        deadlines.add(late)
-    assert len(deadlines) <= 64 + 2 * 3
-    assert [deadlines.pop_due(10.0) for _ in range(4)] == [keep[1], keep[2], keep[0], None]
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_after_a_compaction_the_earliest_timer_is_still_the_first(seed: int) -> None:
     """A heap without some of its entries is no heap."""

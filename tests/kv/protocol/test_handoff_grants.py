@@ -19,7 +19,6 @@ def granting(ranks: int = RANKS) -> Case:
     w = Case(ranks=(1, ranks))
     w.grants_late = True
     w.open()
-    assert w.r is not None
     w.publish(w.r)
     assert w.receiver_state == "GRANTING"
     return w
@@ -46,7 +45,6 @@ def test_the_last_rank_s_grant_is_what_prefill_is_told_after(order: tuple[int, .
     assert granted(w, 0) == []
     w.grants_late = False
     w.work()
-    assert w.r is not None
     assert w.r.phases[-1] is KVPoll.SUCCESS
     w.come_to_rest()
 
@@ -55,7 +53,6 @@ def test_a_hand_off_that_ends_before_all_have_granted_is_fenced_at_every_rank() 
     """A grant that comes after its fence would never end: each rank is fenced after it was asked to grant."""
     w = granting()
     granted(w, 1)
-    assert w.r is not None
     w.abort(w.decode, w.r)
     asked = [(type(e).__name__, e.rank) for _, e in w.log if isinstance(e, events.Grant | events.Fence)]
     assert asked == [("Grant", rank) for rank in range(RANKS)] + [("Fence", rank) for rank in range(RANKS)]
@@ -68,7 +65,6 @@ def test_a_hand_off_that_ends_before_all_have_granted_is_fenced_at_every_rank() 
 def test_a_rank_that_never_grants_costs_one_deadline_and_no_page() -> None:
     w = granting(1)
     w.advance(1000.0)
-    assert w.r is not None
     assert w.r.phases[-1] is KVPoll.FAILED
     w.settle()
     w.come_to_rest()
@@ -77,7 +73,6 @@ def test_a_rank_that_never_grants_costs_one_deadline_and_no_page() -> None:
 def test_prefill_that_speaks_of_a_hand_off_which_it_was_not_told_of_ends_it() -> None:
     w = granting()
     w.tell(w.decode, events.Received(w.prefill.me, Gone(w.transfer)))
-    assert w.r is not None
     assert w.r.phases[-1] is KVPoll.FAILED
     assert w.receiver_state == "QUARANTINED"
     w.settle()

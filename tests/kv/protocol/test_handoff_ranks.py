@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from test_handoff_transitions import PROMPT, Case, kinds
 
@@ -24,7 +24,6 @@ SIDES = list(itertools.product(COUNTS, COUNTS))
 def quarantined(targets: int, *, one_sided: bool = False) -> Case:
     """Decode has published and failed; nothing has answered yet."""
     w = Case(ranks=(1, targets), one_sided=one_sided).waiting()
-    assert w.r is not None
     w.abort(w.decode, w.r)
     assert w.receiver_state == "QUARANTINED"
     return w
@@ -33,7 +32,6 @@ def quarantined(targets: int, *, one_sided: bool = False) -> Case:
 def draining(sources: int, **options: Any) -> Case:
     """Prefill has posted writes of every rank and failed; nothing has answered yet."""
     w = Case(ranks=(sources, 1), **options).in_flight()
-    assert w.s is not None
     w.abort(w.prefill, w.s)
     assert w.sender_state == "DRAINING"
     return w
@@ -54,8 +52,6 @@ def test_a_hand_off_between_any_numbers_of_ranks_moves_every_layer(
 ) -> None:
     for seed in range(3):
         w = Case(seed=seed, ranks=(sources, targets), page_tokens=(4, 3), kv_checksum=mode).waiting()
-        assert w.s is not None
-        assert w.r is not None
         w.work()  # the world compares every byte of every layer
         assert w.s.phases[-1] is w.r.phases[-1] is KVPoll.SUCCESS
         pairs = {(e.rank, e.target) for _, e in w.log if isinstance(e, events.PostWrite)}
@@ -67,8 +63,6 @@ def test_a_hand_off_between_any_numbers_of_ranks_moves_every_layer(
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_every_rank_is_granted_fenced_and_asked_by_its_number(ranks: int) -> None:
     w = Case(ranks=(ranks, ranks), kv_checksum=ChecksumMode.FULL).in_flight()
-    assert w.s is not None
-    assert w.r is not None
     w.abort(w.prefill, w.s)
     w.abort(w.decode, w.r)
     every = list(range(ranks))
@@ -166,7 +160,6 @@ def test_that_ranks_of_our_own_have_answered_is_enough_and_prefill_s_must_be_pro
 def test_a_write_of_the_rank_that_has_not_answered_lands_in_quarantine_and_nowhere_else() -> None:
     """Two source ranks, of which one is through: its word alone would free pages under the other's write."""
     w = Case(ranks=(2, 1), one_sided=True).in_flight()
-    assert w.s is not None
     w.abort(w.prefill, w.s)
     w.deliver(Role.DECODE)
     w.deliver(Role.DECODE)
@@ -186,17 +179,10 @@ def test_a_write_of_the_rank_that_has_not_answered_lands_in_quarantine_and_nowhe
 def test_one_rank_s_checksum_is_not_taken_for_another_s(half: Role) -> None:
     """Each answer is for the rank and the tag that were asked, on both sides and whatever else is right."""
     w = Case(ranks=(2, 2), kv_checksum=ChecksumMode.FULL).in_flight()
-    assert w.s is not None
-    assert w.r is not None
     node = w.prefill
     if half is Role.DECODE:
         w.send_metadata(w.s)
-        while w.land() and w.finish():
-            pass
-        while w.answer_checksum(w.prefill):
-            pass
-        while w.deliver(Role.DECODE):
-            pass
+        w.arrive()
         node = w.decode
     first, second = node.checksums
     assert (first.rank, second.rank) == (0, 1)
@@ -213,15 +199,8 @@ def test_one_rank_s_checksum_is_not_taken_for_another_s(half: Role) -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_bit_that_flips_at_any_rank_is_seen_and_named(rank: int) -> None:
     w = Case(seed=rank, ranks=(3, 3), kv_checksum=ChecksumMode.FULL).in_flight()
-    assert w.s is not None
-    assert w.r is not None
     w.send_metadata(w.s)
-    while w.land() and w.finish():
-        pass
-    while w.answer_checksum(w.prefill):
-        pass
-    while w.deliver(Role.DECODE):
-        pass
+    w.arrive()
     assert w.decode.checksums[rank].rank == rank
     w.flip(rank)
     w.settle()
@@ -233,16 +212,9 @@ def test_a_bit_that_flips_at_any_rank_is_seen_and_named(rank: int) -> None:
 @pytest.mark.parametrize("half", [Role.PREFILL, Role.DECODE])
 def test_pages_wait_for_the_checksum_of_every_rank(half: Role) -> None:
     w = Case(ranks=(2, 2), kv_checksum=ChecksumMode.FULL).in_flight()
-    assert w.s is not None
-    assert w.r is not None
     node, job = w.prefill, w.s
     if half is Role.DECODE:
-        while w.land() and w.finish():
-            pass
-        while w.answer_checksum(w.prefill):
-            pass
-        while w.deliver(Role.DECODE):
-            pass
+        w.arrive()
         node, job = w.decode, w.r
     asked = list(node.checksums)
     assert [a.rank for a in asked] == [0, 1]
@@ -253,14 +225,13 @@ def test_pages_wait_for_the_checksum_of_every_rank(half: Role) -> None:
     assert w.tell(node, right) == []
     assert w.tell(node, right) == [], "twice by one rank is not once by each"
     assert job.releases == 0
-    assert w.tell(node, dataclasses.replace(right, rank=0)) == []
+    assert w.tell(node, msgspec.structs.replace(right, rank=0)) == []
     assert kinds(w.tell(node, events.ChecksumReady(w.transfer, 0, asked[0].tag, 1))) == ["Release"]
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_write_is_of_the_rank_that_was_given_it(broken: bool) -> None:
     w = Case(ranks=(2, 1)).in_flight()
-    assert w.s is not None
     first, second = (e for _, e in w.log if isinstance(e, events.PostWrite))
     assert (first.rank, second.rank) == (0, 1)
     event: events.Event = events.WriteLanded(w.transfer, 1, first.tag, 0.1)
@@ -274,7 +245,6 @@ def test_a_write_is_of_the_rank_that_was_given_it(broken: bool) -> None:
 
 def test_the_prompt_that_decode_has_already_needs_no_fence_of_prefill() -> None:
     w = Case(ranks=(3, 2)).waiting(prefix=PROMPT)
-    assert w.s is not None
     w.send_chunk(w.s, PROMPT)
     assert w.sender_state == "ALL_CACHED"
     w.abort(w.prefill, w.s)

@@ -33,8 +33,6 @@ def all_of(w: Case, kind: type) -> list[events.Effect]:
 def test_every_rank_gets_every_byte_and_each_crosses_the_wire_once(sides: Sides, mode: ChecksumMode) -> None:
     for seed in range(3):
         w = Case(seed=seed, ranks=sides, page_tokens=(4, 3), kv_checksum=mode).waiting(prefix=seed)
-        assert w.s is not None
-        assert w.r is not None
         w.work()  # the world compares every byte at every rank
         assert w.s.phases[-1] is w.r.phases[-1] is KVPoll.SUCCESS
         wire = sum(b.nbytes for e in all_of(w, events.PostWrite) for b in e.blocks)  # type: ignore[union-attr]
@@ -45,7 +43,6 @@ def test_every_rank_gets_every_byte_and_each_crosses_the_wire_once(sides: Sides,
 def passing_on(mode: ChecksumMode = ChecksumMode.OFF, *, one_sided: bool = False) -> Case:
     """All has landed at rank 0, which passes it on to rank 1 at this moment; the metadata is here."""
     w = Case(ranks=(1, Side(copies=2)), kv_checksum=mode, one_sided=one_sided).in_flight()
-    assert w.s is not None
     w.send_metadata(w.s)
     w.land()
     w.finish()
@@ -71,15 +68,12 @@ def test_success_waits_for_what_is_passed_on_and_for_its_checksum(mode: Checksum
         assert [asked.rank for asked in w.decode.checksums] == [1]
         w.answer_checksum(w.decode)
     assert w.receiver_state == "-"
-    assert w.r is not None
     assert w.r.phases[-1] is KVPoll.SUCCESS
     w.come_to_rest()
 
 
 def test_success_waits_for_an_earlier_chunk_that_is_passed_on_later_than_the_last_one() -> None:
     w = Case(ranks=(1, Side(copies=2))).waiting()
-    assert w.s is not None
-    assert w.r is not None
     for tokens in (4, PROMPT - 4):
         w.send_chunk(w.s, tokens)
     w.send_metadata(w.s)
@@ -101,7 +95,6 @@ def test_success_waits_for_an_earlier_chunk_that_is_passed_on_later_than_the_las
 def test_what_is_missing_names_the_rank_that_was_not_reached() -> None:
     w = passing_on()
     w.advance(100.0)
-    assert w.r is not None
     assert "without ranks 0 to 1" in w.r.errors[0].text
 
 
@@ -111,7 +104,6 @@ def test_a_bit_that_flips_where_it_was_passed_on_to_is_seen_and_named() -> None:
     w.finish()
     w.flip()
     w.settle()
-    assert w.r is not None
     assert w.r.errors[0].code is ErrorCode.CHECKSUM_MISMATCH
     assert "ranks 0 to 1 by 0" in w.r.errors[0].text
     w.come_to_rest()
@@ -119,10 +111,7 @@ def test_a_bit_that_flips_where_it_was_passed_on_to_is_seen_and_named() -> None:
 
 def test_what_cannot_be_passed_on_ends_the_hand_off_on_both_sides() -> None:
     w = passing_on()
-    assert w.s is not None
-    assert w.r is not None
     [relay] = all_of(w, events.Relay)
-    assert isinstance(relay, events.Relay)
     error = TransferFailed("the path between two ranks broke").info
     for rank, tag in ((0, relay.tag + 1), (1, relay.tag)):
         assert w.tell(w.decode, events.WriteBroken(w.transfer, rank, tag, error)) == [], "nobody asked for it"
@@ -137,7 +126,6 @@ def test_what_cannot_be_passed_on_ends_the_hand_off_on_both_sides() -> None:
 @pytest.mark.parametrize("one_sided", [False, True])
 def test_pages_wait_until_the_rank_that_passes_on_has_stopped_whatever_the_peer_says(one_sided: bool) -> None:
     w = passing_on(one_sided=one_sided)
-    assert w.r is not None
     w.abort(w.decode, w.r)
     w.from_prefill(Drained(w.transfer))
     assert w.answer_fence(w.decode), "of rank 1"
@@ -152,7 +140,6 @@ def test_pages_wait_until_the_rank_that_passes_on_has_stopped_whatever_the_peer_
 
 def test_every_rank_is_granted_and_fenced_also_where_nothing_crosses_the_wire_to_it() -> None:
     w = passing_on()
-    assert w.r is not None
     w.abort(w.decode, w.r)
     said = [effect for who, effect in w.log if who == "  decode"]
     assert [e.rank for e in said if isinstance(e, events.Grant)] == [0, 1]
@@ -163,7 +150,6 @@ def test_every_rank_is_granted_and_fenced_also_where_nothing_crosses_the_wire_to
 
 def test_a_rank_that_holds_only_what_others_send_takes_no_part() -> None:
     w = Case(ranks=(Side(copies=3), 1), kv_checksum=ChecksumMode.FULL).in_flight()
-    assert w.s is not None
     w.abort(w.prefill, w.s)
     for kind in (events.PostWrite, events.Fence, events.ComputeChecksum):
         assert {e.rank for who, e in w.log if who == "  prefill" and isinstance(e, kind)} == {0}
@@ -183,10 +169,8 @@ def posted(w: Case, source: int, sequence: int, span: Span, nbytes: int) -> Chun
 def test_every_place_of_context_parallelism_must_send_its_share_of_the_same_chunks(known: list[Span]) -> None:
     """Each of two shares may be complete by itself, and some token in neither."""
     w = Case(ranks=(Side(cp=2), 1)).waiting()
-    assert w.r is not None
     token = w.decode.specs[0].shape.token_bytes
     plan = w.decode.exchange.links[w.prefill.me].plan
-    assert plan is not None
     at, number = (known[-1].end if known else 0), len(known)
     for source, spans in ((0, [Span(at, 8), Span(8, PROMPT)]), (1, [Span(at, PROMPT)])):
         for sequence, span in enumerate([*known, *spans]):
@@ -197,15 +181,12 @@ def test_every_place_of_context_parallelism_must_send_its_share_of_the_same_chun
 
 def test_a_place_of_context_parallelism_that_moved_another_share_is_refused() -> None:
     w = Case(ranks=(Side(cp=2), 1)).waiting()
-    assert w.r is not None
     w.from_prefill(posted(w, 1, 0, Span(0, PROMPT), PROMPT * w.decode.specs[0].shape.token_bytes))
     assert "were planned" in w.r.errors[0].text
 
 
 def test_a_chunk_of_one_page_is_sent_by_one_place_and_reported_by_all() -> None:
     w = Case(ranks=(Side(cp=2), Side(copies=2)), kv_checksum=ChecksumMode.FULL).waiting()
-    assert w.s is not None
-    assert w.r is not None
     w.send_chunk(w.s, 3)
     w.settle()
     assert len(all_of(w, events.PostWrite)) == 1
@@ -226,7 +207,6 @@ def test_a_chunk_that_comes_twice_is_passed_on_once() -> None:
 
 def test_prefill_keeps_its_pages_until_all_was_passed_on() -> None:
     w = passing_on()
-    assert w.s is not None
     assert w.s.releases == 0
     w.land()
     w.finish()

@@ -56,7 +56,6 @@ def asking(
     for peer in (ONE, TWO):
         exchange.handle(peer_up(peer, SPEC, "tcp"), 0.0)
     plan = exchange.links[ONE].plan
-    assert plan is not None
     early = msgspec.structs.replace(
         destination(TRANSFER, 1, budget_s), inferred=inferred, plan_hash=plan.hash(4, 0, 1)
     )
@@ -135,8 +134,6 @@ def test_a_request_that_comes_after_its_destination_has_ended_fails_at_once_for_
     assert exchange.phase(TRANSFER) is None, "nothing was opened here"
     begun, ended, release = exchange.handle(expect(TRANSFER, 4, 60.0), 3.0)
     assert begun == events.Phase(ROOM, KVPoll.BOOTSTRAPPING)
-    assert isinstance(ended, events.Phase)
-    assert ended.error is not None
     assert (ended.phase, ended.error.code, ended.error.room) == (
         KVPoll.FAILED,
         code,
@@ -157,12 +154,10 @@ def test_decode_is_sent_to_the_rank_that_has_the_room_or_both_halves_end(on_conf
     assert exchange.handle(events.RoomFound(RoomKey(6), LeaderId(ME.incarnation, 2)), 2.0) == []
     assert exchange.sizes()["early"] == 1
     [word] = said(exchange.handle(elsewhere(3), 2.0))
-    assert isinstance(word, Moved)
     assert (word.transfer, word.dp_rank) == (TRANSFER, 3)
     if on_conflict == REDIRECT_ON_CONFLICT:
         assert word.error is None
     else:
-        assert word.error is not None
         assert (word.error.code, word.error.room) == (ErrorCode.DP_RANK_CONFLICT, 5)
         assert not word.error.retryable
     late = said(exchange.handle(events.Received(ONE, destination(TRANSFER, 1)), 3.0))

@@ -6,275 +6,185 @@ Invariants 1 to 7, 13, 16, 18, 19 and 21 of the protocol are asserted inside `ha
 from __future__ import annotations
 
 import pytest
-from handoff_world import Job, Side, Sides, World
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from handoff_world import Job, Node, Side, Sides, World
 
 from segue.kv.errors import ErrorCode
 from segue.kv.ids import ChecksumMode, KVPoll, Role, TransferId
 from segue.kv.limits import Limits
 
-ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
-INDEX = st.integers(0, 7)
 #: ranks of prefill and of decode, which divide the layers among them, or hold the same ones
 RANKS: list[Sides] = [
     *((1, 1), (2, 2), (1, 3), (3, 2), (3, 3), (2, 1)),
     *((1, Side(copies=2)), (2, Side(3, copies=2)), (Side(2, copies=2), Side(copies=3))),
     *((Side(cp=2), 1), (Side(2, copies=2, cp=2), 3), (Side(cp=3), Side(2, copies=2))),
 ]
-
-
-def live(jobs: dict[object, Job], index: int) -> Job | None:
-    open_jobs = [job for job in jobs.values() if not job.phases[-1].terminal]
-    return open_jobs[index % len(open_jobs)] if open_jobs else None
-
-
-class Handoffs(RuleBasedStateMachine):
-    @initialize(
-        one_sided=st.booleans(),
-        sizes=st.sampled_from([(4, 4), (4, 3), (2, 8), (8, 2)]),
-        seed=st.integers(0, 1000),
-        small=st.booleans(),
-        kv_checksum=st.sampled_from(ChecksumMode),
-        ranks=st.sampled_from(RANKS),
-    )
-    def start(
-        self,
-        one_sided: bool,
-        sizes: tuple[int, int],
-        seed: int,
-        small: bool,
-        kv_checksum: ChecksumMode,
-        ranks: Sides,
-    ) -> None:
-        limits = Limits(max_transfers=4, max_early_destinations=1) if small else Limits()
-        self.world = World(
-            seed,
-            one_sided=one_sided,
-            page_tokens=sizes,
-            limits=limits,
-            kv_checksum=kv_checksum,
-            ranks=ranks,
-        )
-        self.unopened: list[tuple[Role, TransferId, int, int, float]] = []
-
-    @rule(prompt=st.integers(1, 20), cached=st.integers(0, 20), budget=st.sampled_from([5.0, 60.0]))
-    def request(self, prompt: int, cached: int, budget: float) -> None:
-        """A request reaches one side now; the other one later, or never."""
-        transfer = self.world.new_transfer()
-        for role in Role.PREFILL, Role.DECODE:
-            self.unopened.append((role, transfer, prompt, min(cached, prompt), self.world.now + budget))
-
-    @rule(index=INDEX)
-    def open(self, index: int) -> None:
-        if not self.unopened:
-            return
-        world = self.world
-        role, transfer, prompt, prefix, deadline = self.unopened.pop(index % len(self.unopened))
-        node = world.prefill if role is Role.PREFILL else world.decode
-        budget = deadline - world.now
-        halves = node.exchange.sizes()["rooms" if role is Role.PREFILL else "receivers"]
-        if budget <= 0 or halves >= world.limits.max_transfers:
-            return
-        if role is Role.PREFILL:
-            world.open_sender(transfer, prompt, budget)
-        else:
-            world.open_receiver(transfer, prompt, prefix, budget)
-
-    @rule(index=INDEX)
-    def publish(self, index: int) -> None:
-        job = live(self.world.decode.jobs, index)
-        if job is not None:
-            self.world.publish(job)
-
-    @rule(index=INDEX, tokens=st.integers(1, 20))
-    def chunk(self, index: int, tokens: int) -> None:
-        job = live(self.world.prefill.jobs, index)
-        if job is not None:
-            self.world.send_chunk(job, tokens)
-
-    @rule(index=INDEX, tokens=st.integers(1, 20), layers=st.integers(1, 5))
-    def layers(self, index: int, tokens: int, layers: int) -> None:
-        job = live(self.world.prefill.jobs, index)
-        if job is not None:
-            self.world.send_layers(job, tokens, layers)
-
-    @rule(index=INDEX)
-    def metadata(self, index: int) -> None:
-        job = live(self.world.prefill.jobs, index)
-        if job is not None:
-            self.world.send_metadata(job)
-
-    @rule(role=ROLES, index=INDEX)
-    def abort(self, role: Role, index: int) -> None:
-        node = self.world.prefill if role is Role.PREFILL else self.world.decode
-        job = live(node.jobs, index)
-        if job is not None:
-            self.world.abort(node, job)
-
-    @rule(role=ROLES, index=INDEX)
-    def abort_in_flight(self, role: Role, index: int) -> None:
-        """The dangerous moment: a hand-off ends while its bytes are still on their way."""
-        writes = [write for write in self.world.writes if not write.landed]
-        node = self.world.prefill if role is Role.PREFILL else self.world.decode
-        if writes:
-            job = node.jobs.get(writes[index % len(writes)].effect.transfer)
-            if job is not None:
-                self.world.abort(node, job)
-
-    @rule(role=ROLES, count=st.integers(1, 6))
-    def deliver(self, role: Role, count: int) -> None:
-        for _ in range(count):
-            self.world.deliver(role)
-
-    @rule(role=ROLES)
-    def duplicate(self, role: Role) -> None:
-        self.world.deliver(role, times=2)
-
-    @rule(index=INDEX)
-    def land(self, index: int) -> None:
-        self.world.land(index)
-
-    @rule(index=INDEX)
-    def finish(self, index: int) -> None:
-        self.world.finish(index)
-
-    @rule(role=ROLES, index=INDEX)
-    def fence(self, role: Role, index: int) -> None:
-        self.world.answer_fence(self.world.prefill if role is Role.PREFILL else self.world.decode, index)
-
-    @rule(role=ROLES, index=INDEX)
-    def checksum(self, role: Role, index: int) -> None:
-        self.world.answer_checksum(self.world.prefill if role is Role.PREFILL else self.world.decode, index)
-
-    @rule(index=INDEX)
-    def flip(self, index: int) -> None:
-        """Where all is covered, nothing is decoded from it: the world compares each success byte by byte."""
-        if self.world.kv_checksum is ChecksumMode.FULL:
-            self.world.flip(index)
-
-    @rule()
-    def cut(self) -> None:
-        self.world.cut()
-
-    @rule(index=INDEX)
-    def notice(self, index: int) -> None:
-        self.world.notice(index)
-
-    @rule()
-    def connect(self) -> None:
-        self.world.connect()
-
-    @rule(role=ROLES)
-    def crash(self, role: Role) -> None:
-        self.world.crash(role)
-        self.unopened = [u for u in self.unopened if self._still_there(u)]
-
-    def _still_there(self, entry: tuple[Role, TransferId, int, int, float]) -> bool:
-        transfer = entry[1]
-        return transfer.prefill == self.world.prefill.me or transfer.decode == self.world.decode.me
-
-    @rule(seconds=st.sampled_from([0.5, 3.0, 20.0]))
-    def advance(self, seconds: float) -> None:
-        self.world.advance(seconds)
-
-    @rule()
-    def settle(self) -> None:
-        self.world.settle()
-
-    def teardown(self) -> None:
-        self.world.come_to_rest()
-
-
-Handoffs.TestCase.settings = settings(
-    max_examples=80,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-TestHandoffs = Handoffs.TestCase
-
-
-#: How often each thing happens in a random walk: mostly progress, sometimes a fault.
-WEIGHTS = {
-    "request": 4,
-    "open": 8,
-    "publish": 6,
-    "chunk": 8,
-    "metadata": 4,
-    "deliver": 30,
-    "duplicate": 2,
-    "land": 4,
-    "finish": 5,
-    "fence": 5,
-    "checksum": 8,
+FULL = ChecksumMode.FULL
+MODES = (FULL, ChecksumMode.SAMPLED, ChecksumMode.OFF, FULL, FULL)
+#: How often each thing happens: mostly progress, sometimes a fault.
+PROGRESS = {
+    "request": 4.0,
+    "open": 8.0,
+    "publish": 6.0,
+    "chunk": 8.0,
+    "layers": 2.0,
+    "metadata": 4.0,
+    "deliver": 30.0,
+    "land": 4.0,
+    "finish": 5.0,
+    "fence": 5.0,
+    "checksum": 8.0,
+    "notice": 2.0,
+    "connect": 2.0,
+}
+FAULTS = {
+    "duplicate": 2.0,
     "flip": 0.5,
     "abort": 0.5,
-    "abort_in_flight": 1,
+    "abort_in_flight": 1.0,
     "advance": 0.3,
     "cut": 0.2,
-    "notice": 2,
-    "connect": 2,
     "crash": 0.1,
 }
 
 
-def walk(seed: int, steps: int, faults: bool = True) -> World:
-    """A weighted random walk over the same rules; `seed` replays it exactly."""
-    machine = Handoffs()
-    rng_sizes = [(4, 4), (4, 3), (2, 8), (8, 2)]
-    kv_checksum = (
-        ChecksumMode.FULL,
-        ChecksumMode.SAMPLED,
-        ChecksumMode.OFF,
-        ChecksumMode.FULL,
-        ChecksumMode.FULL,
-    )[seed % 5]
-    machine.start(
-        bool(seed % 2),
-        rng_sizes[seed // 2 % 4],
-        seed,
-        seed % 3 == 0,
-        kv_checksum,
-        RANKS[seed % 13 % len(RANKS)],
-    )
-    rng = machine.world.rng
-    names = [
-        n
-        for n in WEIGHTS
-        if faults or n not in {"abort", "abort_in_flight", "advance", "cut", "crash", "duplicate", "flip"}
-    ]
-    weights = [WEIGHTS[n] for n in names]
-    for _ in range(steps):
-        match rng.choices(names, weights)[0]:
-            case "request":
-                machine.request(rng.randint(1, 20), rng.randint(0, 20), rng.choice([5.0, 60.0]))
-            case "chunk":
-                machine.chunk(rng.randrange(8), rng.randint(1, 20))
-            case "deliver":
-                machine.deliver(rng.choice([Role.PREFILL, Role.DECODE]), rng.randint(1, 4))
-            case ("duplicate" | "crash") as name:
-                getattr(machine, name)(rng.choice([Role.PREFILL, Role.DECODE]))
-            case ("abort" | "abort_in_flight" | "fence" | "checksum") as name:
-                getattr(machine, name)(rng.choice([Role.PREFILL, Role.DECODE]), rng.randrange(8))
-            case "advance":
-                machine.advance(rng.choice([0.5, 3.0, 20.0]))
-            case ("cut" | "connect") as name:
-                getattr(machine, name)()
-            case name:
-                getattr(machine, name)(rng.randrange(8))
+class Walk:
+    """A random walk over what may happen; `seed` replays it exactly."""
+
+    def __init__(self, seed: int) -> None:
+        self.world = World(
+            seed,
+            one_sided=bool(seed % 2),
+            page_tokens=((4, 4), (4, 3), (2, 8), (8, 2))[seed // 2 % 4],
+            limits=Limits() if seed % 3 else Limits(max_transfers=4, max_early_destinations=1),
+            kv_checksum=MODES[seed % 5],
+            ranks=RANKS[seed % 13 % len(RANKS)],
+        )
+        self.rng = self.world.rng
+        self.unopened: list[tuple[Role, TransferId, int, int, float]] = []
+
+    def go(self, steps: int, weights: dict[str, float]) -> None:
+        for name in self.rng.choices(list(weights), list(weights.values()), k=steps):
+            getattr(self, name)()
+
+    def index(self) -> int:
+        return self.rng.randrange(8)
+
+    def node(self) -> Node:
+        return self.rng.choice(self.world.nodes())
+
+    def live(self, node: Node) -> Job | None:
+        jobs = [job for job in node.jobs.values() if not job.phases[-1].terminal]
+        return self.rng.choice(jobs) if jobs else None
+
+    # ---- what the engines do ---------------------------------------------------------------------
+
+    def request(self) -> None:
+        """A request reaches one side now; the other one later, or never."""
+        transfer, prompt = self.world.new_transfer(), self.rng.randint(1, 20)
+        cached, until = self.rng.randint(0, prompt), self.world.now + self.rng.choice([5.0, 60.0])
+        self.unopened += [(role, transfer, prompt, cached, until) for role in (Role.PREFILL, Role.DECODE)]
+
+    def open(self) -> None:
+        if not self.unopened:
+            return
+        world = self.world
+        role, transfer, prompt, prefix, until = self.unopened.pop(self.rng.randrange(len(self.unopened)))
+        node, budget_s = world.nodes()[role is Role.DECODE], until - world.now
+        halves = node.exchange.sizes()["rooms" if role is Role.PREFILL else "receivers"]
+        if budget_s <= 0 or halves >= world.limits.max_transfers or not world.fits(role, transfer, prompt):
+            return
+        if role is Role.PREFILL:
+            world.open_sender(transfer, prompt, budget_s)
+        else:
+            world.open_receiver(transfer, prompt, prefix, budget_s)
+
+    def publish(self) -> None:
+        if (job := self.live(self.world.decode)) is not None:
+            self.world.publish(job)
+
+    def chunk(self) -> None:
+        if (job := self.live(self.world.prefill)) is not None:
+            self.world.send_chunk(job, self.rng.randint(1, 20))
+
+    def layers(self) -> None:
+        if (job := self.live(self.world.prefill)) is not None:
+            self.world.send_layers(job, self.rng.randint(1, 20), self.rng.randint(1, 5))
+
+    def metadata(self) -> None:
+        if (job := self.live(self.world.prefill)) is not None:
+            self.world.send_metadata(job)
+
+    def abort(self) -> None:
+        node = self.node()
+        if (job := self.live(node)) is not None:
+            self.world.abort(node, job)
+
+    def abort_in_flight(self) -> None:
+        """The dangerous moment: a hand-off ends while its bytes are still on their way."""
+        node, writes = self.node(), [write for write in self.world.writes if not write.landed]
+        if writes and (job := node.jobs.get(self.rng.choice(writes).effect.transfer)) is not None:
+            self.world.abort(node, job)
+
+    # ---- the network, the ranks and the clock ------------------------------------------------------
+
+    def deliver(self) -> None:
+        role = self.node().role
+        for _ in range(self.rng.randint(1, 4)):
+            self.world.deliver(role)
+
+    def duplicate(self) -> None:
+        self.world.deliver(self.node().role, times=2)
+
+    def land(self) -> None:
+        self.world.land(self.index())
+
+    def finish(self) -> None:
+        self.world.finish(self.index())
+
+    def fence(self) -> None:
+        self.world.answer_fence(self.node(), self.index())
+
+    def checksum(self) -> None:
+        self.world.answer_checksum(self.node(), self.index())
+
+    def flip(self) -> None:
+        """Where all is covered, nothing is decoded from it: the world compares each success byte by byte."""
+        if self.world.kv_checksum is FULL:
+            self.world.flip(self.index())
+
+    def cut(self) -> None:
+        self.world.cut()
+
+    def notice(self) -> None:
+        self.world.notice(self.index())
+
+    def connect(self) -> None:
+        self.world.connect()
+
+    def crash(self) -> None:
+        self.world.crash(self.node().role)
+        leaders = {node.me for node in self.world.nodes()}
+        self.unopened = [entry for entry in self.unopened if {entry[1].prefill, entry[1].decode} & leaders]
+
+    def advance(self) -> None:
+        self.world.advance(self.rng.choice([0.5, 3.0, 20.0]))
+
+
+def walked(seed: int, weights: dict[str, float]) -> World:
+    """The world at rest after such a walk."""
+    walk = Walk(seed)
+    walk.go(300, weights)
     if seed % 4:
-        machine.world.work()
-    machine.world.come_to_rest()
-    return machine.world
+        walk.world.work()
+    walk.world.come_to_rest()
+    return walk.world
 
 
 @pytest.mark.parametrize("block", range(8))
 def test_random_walks_keep_every_invariant(block: int) -> None:
     ends = {KVPoll.SUCCESS: 0, KVPoll.FAILED: 0}
-    for seed in range(block * 15, block * 15 + 15):
-        world = walk(seed, 300)
+    for seed in range(block * 20, block * 20 + 20):
+        world = walked(seed, {**PROGRESS, **FAULTS})
         for node in (*world.nodes(), *world.dead):
             for job in node.jobs.values():
                 if job.phases[-1].terminal:
@@ -285,7 +195,7 @@ def test_random_walks_keep_every_invariant(block: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_without_faults_everything_that_was_asked_of_both_sides_succeeds(seed: int) -> None:
-    world = walk(4 * seed + 1 + seed % 2, 300, faults=False)
+    world = walked(4 * seed + 1 + seed % 2, PROGRESS)
     both = set(world.prefill.jobs) & set(world.decode.jobs)
     jobs = [node.jobs[t] for t in both for node in world.nodes()]
     refused = [job for job in jobs if job.errors and job.errors[0].code is ErrorCode.OUT_OF_CAPACITY]

@@ -112,5 +112,4 @@ def test_as_many_as_there_may_be_are_not_too_many() -> None:
         over(w, exchange, w.new_transfer())
     early(w, exchange, msgspec.structs.replace(w.transfer, attempt=1))
     exchange.check_integrity()
-    assert w.s is not None
     assert w.s.prompt == PROMPT

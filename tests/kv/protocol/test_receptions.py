@@ -8,14 +8,30 @@ from typing import Any
 import pytest
 from handoff_world import pool_spec
 
-from segue.kv.errors import BootstrapUnreachable, ErrorCode, InvalidRequest, OutOfCapacity, TransferFailed
+from segue.kv.errors import (
+    BootstrapUnreachable,
+    DpRankConflict,
+    ErrorCode,
+    InvalidRequest,
+    OutOfCapacity,
+    TransferFailed,
+)
 from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, Role, RoomKey, TransferId
 from segue.kv.layout.planner import plan_pair
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
 from segue.kv.protocol.machine import IllegalEvent
-from segue.kv.protocol.messages import Accepted, Destination, Drained, Failed, Gone, HandoffMessage, Moved
+from segue.kv.protocol.messages import (
+    Accepted,
+    Declined,
+    Destination,
+    Drained,
+    Failed,
+    Gone,
+    HandoffMessage,
+    Moved,
+)
 from segue.kv.protocol.room_ranks import FOLLOW_BOOTSTRAP_ROOM, DpRanks, PrefillInstance
 
 P, D = Incarnation("a" * 32), LeaderId(Incarnation("d" * 32))
@@ -95,11 +111,19 @@ class Decode:
         return [peer.dp_rank for peer in self.exchange.peers()]
 
 
+def opened(dp: DpRanks, *ranks: int) -> Decode:
+    """A receiver whose rank is open, and the registry has named prefill's instance."""
+    d = Decode()
+    d.instances(dp, *ranks)
+    d.open()
+    return d
+
+
 def asked(effects: list[events.Effect]) -> list[events.AskRoom]:
     return [effect for effect in effects if isinstance(effect, events.AskRoom)]
 
 
-def changes(effects: list[events.Effect]) -> list[events.Change]:
+def changes(effects: list[events.Effect]) -> list[Any]:
     """The changes that the engine gets."""
     return [e for e in effects if isinstance(e, events.Phase | events.Release | events.Quarantined)]
 
@@ -115,10 +139,8 @@ def destinations(effects: list[events.Effect]) -> list[Destination]:
 def failure(d: Decode, effects: list[events.Effect], key: RoomKey = KEY) -> Any:
     """The one error that the engine was told, and that nothing is left."""
     phase, release = changes(effects)
-    assert isinstance(phase, events.Phase)
     assert release == events.Release(key)
     assert phase.key == key
-    assert phase.error is not None
     assert phase.error.room == key.room
     assert phase.error.origin == f"decode {D}"
     sizes = d.exchange.sizes()
@@ -148,10 +170,7 @@ def test_what_is_known_is_used_at_once(
     d.instances(dp)
     effects = d.open(**options)
     assert asked(effects) == []
-    assert [phase.phase for phase in changes(effects) if isinstance(phase, events.Phase)] == [
-        KVPoll.BOOTSTRAPPING,
-        KVPoll.WAITING_FOR_INPUT,
-    ]
+    assert [change.phase for change in changes(effects)] == [KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT]
     effects = d.publish()
     [message] = destinations(effects)
     assert (message.transfer, message.inferred, message.pages) == (on(found), inferred, list(PAGES))
@@ -223,18 +242,14 @@ def test_where_the_rule_names_a_rank_that_is_gone_the_registry_is_asked() -> Non
 
 
 def test_whoever_waits_for_an_instance_that_leaves_fails_at_once() -> None:
-    d = Decode()
-    d.instances(PLAIN)
-    d.open()
+    d = opened(PLAIN)
     effects = d.tell(events.PrefillInstances({}))
     assert failure(d, effects).code is ErrorCode.PEER_LOST
     assert events.RoomSettled(KEY) in effects, "its question waits no longer"
 
 
 def test_an_instance_that_leaves_ends_nothing_that_has_begun() -> None:
-    d = Decode()
-    d.instances(FOLLOWS)
-    d.open()
+    d = opened(FOLLOWS)
     d.publish()
     assert d.tell(events.PrefillInstances({})) == []
 
@@ -247,16 +262,12 @@ def test_an_instance_that_leaves_ends_nothing_that_has_begun() -> None:
     ],
 )
 def test_an_answer_that_is_none_is_a_typed_error(answer: LeaderId, code: ErrorCode) -> None:
-    d = Decode()
-    d.instances(PLAIN, 0, 1, 2)
-    d.open()
+    d = opened(PLAIN, 0, 1, 2)
     assert failure(d, d.tell(events.RoomFound(KEY, answer))).code is code
 
 
 def test_a_registry_without_an_answer_is_the_receiver_s_error() -> None:
-    d = Decode()
-    d.instances(PLAIN)
-    d.open()
+    d = opened(PLAIN)
     error = BootstrapUnreachable("no registry").info
     assert failure(d, d.tell(events.RoomUnknown(KEY, error))).code is ErrorCode.BOOTSTRAP_UNREACHABLE
 
@@ -276,9 +287,7 @@ def test_nobody_waits_longer_than_the_deadline(known: bool, text: str) -> None:
 
 
 def test_an_answer_after_the_end_changes_nothing() -> None:
-    d = Decode()
-    d.instances(PLAIN)
-    d.open()
+    d = opened(PLAIN)
     effects = d.tell(events.EndRoom(KEY, LEFT))
     assert failure(d, effects).text == "the client left"
     assert events.RoomSettled(KEY) in effects
@@ -287,9 +296,7 @@ def test_an_answer_after_the_end_changes_nothing() -> None:
 
 
 def test_an_answer_about_what_has_begun_changes_nothing() -> None:
-    d = Decode()
-    d.instances(PLAIN)
-    d.open()
+    d = opened(PLAIN)
     d.answer(2)
     assert d.answer(3) == d.tell(events.RoomUnknown(KEY, LEFT)) == []
     assert d.goes_to() == [2]
@@ -305,9 +312,7 @@ def test_as_many_wait_as_there_may_be_hand_offs() -> None:
 
 @pytest.mark.parametrize("dp_rank", [OPEN_RANK, 1, 2])
 def test_the_same_room_twice_is_refused_the_second_time_and_the_first_goes_on(dp_rank: int) -> None:
-    d = Decode()
-    d.instances(FOLLOWS)
-    d.open()
+    d = opened(FOLLOWS)
     with pytest.raises(InvalidRequest, match="a room of its own"):
         d.open(dp_rank=dp_rank)
     [message] = destinations(d.publish())
@@ -316,14 +321,10 @@ def test_the_same_room_twice_is_refused_the_second_time_and_the_first_goes_on(dp
 
 @pytest.mark.parametrize("dp_rank", [OPEN_RANK, 1])
 def test_a_hand_off_that_is_over_is_not_begun_again_under_either_name(dp_rank: int) -> None:
-    d = Decode()
-    d.instances(FOLLOWS)
-    d.open()
+    d = opened(FOLLOWS)
     d.tell(events.EndRoom(KEY, LEFT))
     if dp_rank == OPEN_RANK:
         phase, release = changes(d.open())[1:]
-        assert isinstance(phase, events.Phase)
-        assert phase.error is not None
         assert (phase.error.code, release) == (ErrorCode.INVALID_REQUEST, events.Release(KEY))
     else:
         with pytest.raises(InvalidRequest, match="was used already"):
@@ -345,9 +346,7 @@ def test_pages_before_prefill_is_known_are_the_engine_s_mistake() -> None:
 
 def published() -> Decode:
     """Rank 1 has been told where to write."""
-    d = Decode()
-    d.instances(FOLLOWS)
-    d.open()
+    d = opened(FOLLOWS)
     d.publish()
     return d
 
@@ -371,9 +370,7 @@ def test_a_room_on_another_rank_is_followed_there_once_nobody_can_write_for_the_
 
 @pytest.mark.parametrize("session", [True, False], ids=["its session is up", "it is not"])
 def test_who_is_sent_on_before_it_has_published_goes_there_with_its_pages(session: bool) -> None:
-    d = Decode()
-    d.instances(FOLLOWS)
-    d.open()
+    d = opened(FOLLOWS)
     if not session:
         d.tell(events.PeerDown(rank(3), LEFT))
     effects = d.hear(1, Moved(on(1), 3))
@@ -402,8 +399,6 @@ def test_a_rank_that_was_named_is_not_followed_anywhere() -> None:
     d.open(dp_rank=1)
     d.publish()
     [phase, _] = changes(d.hear(1, Moved(on(1), 3)))
-    assert isinstance(phase, events.Phase)
-    assert phase.error is not None
     assert phase.error.code is ErrorCode.DP_RANK_CONFLICT
 
 
@@ -426,8 +421,6 @@ def test_an_end_on_the_way_is_told_at_once_and_the_pages_come_back_with_the_proo
         d.now = 30.0
     end = events.EndRoom(KEY, LEFT) if how == "abort" else events.Tick()
     phase, quarantined = changes(d.tell(end))
-    assert isinstance(phase, events.Phase)
-    assert phase.error is not None
     code = LEFT.code if how == "abort" else ErrorCode.DEADLINE_EXCEEDED
     assert (phase.phase, phase.error.code) == (KVPoll.FAILED, code)
     assert quarantined == events.Quarantined(KEY, len(PAGES))
@@ -443,8 +436,6 @@ def test_the_other_rank_may_have_ended_it_before_it_came() -> None:
     d.hear(1, Moved(on(1), 3))
     d.hear(3, Failed(on(3), LEFT))
     phase, release = changes(d.fence())
-    assert isinstance(phase, events.Phase)
-    assert phase.error is not None
     assert (phase.error.text, release) == ("the client left", events.Release(KEY))
 
 
@@ -454,6 +445,69 @@ def test_the_lost_session_of_the_rank_that_sent_it_on_changes_nothing() -> None:
     assert changes(d.tell(events.PeerDown(rank(1), LEFT))) == []
     d.fence()
     assert d.goes_to() == [3]
+
+
+# ---- what prefill is told of a room that decode will not take ---------------------------------------
+
+
+def told(effects: list[events.Effect]) -> dict[LeaderId, Declined]:
+    """The `Declined` messages, by the leader that each is for."""
+    sent = [e for e in effects if isinstance(e, events.Send) and isinstance(e.message, Declined)]
+    assert all(e.message.transfer.prefill == e.peer for e in sent)
+    return {e.peer: e.message for e in sent if isinstance(e.message, Declined)}
+
+
+def test_by_the_policy_fail_the_rank_that_has_the_room_hears_why_decode_s_half_ends() -> None:
+    d = Decode()
+    d.instances(FOLLOWS)
+    d.open(claim=b"both")
+    d.publish()
+    conflict = DpRankConflict("DP rank 3 has this room").info
+    effects = d.hear(1, Moved(on(1), 3, conflict))
+    assert [e.error for e in effects if isinstance(e, events.Phase)] == [conflict]
+    assert told(effects) == {rank(3): Declined(on(3), conflict, b"both")}
+
+
+def test_every_rank_is_told_where_the_rank_is_open_and_a_receiver_tells_by_itself() -> None:
+    """The room may be on another one than the rule names."""
+    d = Decode()
+    d.instances(PLAIN)
+    assert list(told(d.tell(events.DeclineRoom(KEY, rank(OPEN_RANK), LEFT)))) == [rank(n) for n in range(4)]
+    d.open()
+    assert d.tell(events.DeclineRoom(KEY, rank(OPEN_RANK), LEFT)) == []
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_without_a_session_prefill_is_told_on_the_next_one(listed: bool) -> None:
+    """As by a decode that has just started. An engine without a registry lists no instance."""
+    d = Decode()
+    if listed:
+        d.instances(PLAIN)
+    d.tell(events.PeerDown(rank(1), LEFT))
+    assert d.tell(events.DeclineRoom(KEY, rank(1), LEFT, b"both")) == []
+    [word] = told(d.tell(events.PeerUp(rank(1), plan_pair([SPEC], [SPEC])))).values()
+    assert (word.transfer, word.claim) == (on(1), b"both")
+
+
+def test_a_rank_that_its_instance_does_not_have_is_never_told() -> None:
+    d = Decode(up=False)
+    d.instances(PLAIN)
+    assert d.tell(events.DeclineRoom(KEY, rank(99), LEFT)) == []
+    assert told(d.tell(events.PeerUp(rank(99), plan_pair([SPEC], [SPEC])))) == {}
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_a_receiver_that_ends_before_it_has_published_declines_with_its_claim(session: bool) -> None:
+    d = Decode(up=session)
+    d.open(dp_rank=1, claim=b"both", placed=session)
+    effects = d.tell(events.EndRoom(KEY, LEFT))
+    if not session:  # what was said to nobody is said again
+        effects = d.tell(events.PeerUp(rank(1), plan_pair([SPEC], [SPEC])))
+    [word] = told(effects).values()
+    assert (word.transfer, word.claim) == (on(1), b"both")
+    # The engine's reason becomes the one of prefill's room, and says where it began.
+    begun = "WAITING_FOR_INPUT" if session else "BOOTSTRAPPING"
+    assert (word.error.text, word.error.phase, word.error.origin) == (LEFT.text, begun, f"decode {D}")
 
 
 def stranger(number: int) -> LeaderId:
@@ -477,13 +531,40 @@ def test_requests_for_made_up_leaders_displace_no_word_to_a_listed_one(
 ) -> None:
     d = Decode(limits=Limits(max_transfers=8), up=False)
     d.instances(PLAIN)
-    for number in range(1, 5):
+    for number in range(1, 8):
         declines(d, rank(1), number)
     for number in range(1000, 1100):
         asks(d, stranger(number), number)
     assert d.exchange.sizes()["ended"] == 8
     told = d.tell(events.PeerUp(rank(1), plan_pair([SPEC], [SPEC])))
-    assert [e.message.transfer.room for e in told if isinstance(e, events.Send)] == [1, 2, 3, 4]
+    assert [e.message.transfer.room for e in told if isinstance(e, events.Send)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_words_to_listed_leaders_leave_those_that_no_registry_lists_their_share() -> None:
+    """And need what these had of the rest."""
+    d = Decode(limits=Limits(max_transfers=16), up=False)
+    d.instances(PLAIN)
+    for number in range(1000, 1016):
+        declines(d, stranger(1000), number)
+    for number in range(1, 101):
+        declines(d, rank(number % 4), number)
+    told = d.tell(events.PeerUp(stranger(1000), plan_pair([SPEC], [SPEC])))
+    assert [e.message.transfer.room for e in told if isinstance(e, events.Send)] == [1014, 1015]
+
+
+def test_a_room_may_be_used_again_when_no_word_of_its_last_use_can_be_under_way() -> None:
+    """That is `peer_silence_s` after its end, not at its deadline."""
+    d = Decode(limits=Limits(peer_silence_s=10.0))
+    d.open(dp_rank=1, deadline=30.0)
+    d.now = 29.9
+    d.tell(events.EndRoom(KEY, LEFT))
+    d.now = 39.8
+    d.tell(events.Tick())
+    with pytest.raises(InvalidRequest, match="used already"):
+        d.open(dp_rank=1, deadline=60.0)
+    d.now = 40.0
+    d.tell(events.Tick())
+    d.open(dp_rank=1, deadline=60.0)
 
 
 def test_a_leader_that_the_registry_has_not_named_yet_is_told_when_it_comes() -> None:

@@ -19,7 +19,9 @@ from room_bench import (
     THREE,
     TWO,
     Bench,
+    all_sent,
     destination,
+    opened,
     refused,
     transfer,
     words,
@@ -48,55 +50,19 @@ LEFT = AbortedByClient("the client left").info
 BROKE = TransferFailed("it broke").info
 
 
-def test_who_may_not_replace_does_not_stand_in_the_way_of_one_who_may() -> None:
-    b = Bench()
-    b.expect(claim=b"")
-    b.hear(destination(claim=b""))
-    b.tell(events.AllowReplacement(ROOM, 0, 1, TWO))
-    assert b.hear(destination(9, THREE, replaces=0, claim=b"")) == []
-    effects = b.hear(destination(1, TWO, replaces=0, claim=b""))
-    assert words(effects, TWO) == ["Accepted"]
-    assert refused(effects, THREE) == (ErrorCode.TRANSFER_FAILED, True)
-
-
-def test_who_waits_for_an_answer_is_not_displaced_by_another_one_that_may_replace() -> None:
-    b = Bench()
-    b.expect()
-    b.hear(destination())
-    b.send()
-    b.finish()
-    b.land()
-    for by, leader in ((1, TWO), (2, THREE)):
-        b.tell(events.AllowReplacement(ROOM, 0, by, leader))
-    assert words(b.hear(destination(1, TWO, replaces=0)), ONE) == ["Failed"]
-    assert refused(b.hear(destination(2, THREE, replaces=0)), THREE)[0] is ErrorCode.TRANSFER_FAILED
-    assert words(b.hear(Abort(transfer())), TWO)[0] == "Accepted"
-
-
-def test_destinations_that_wait_to_replace_have_no_more_than_their_leader_s_share() -> None:
+def test_destinations_that_wait_for_the_placer_have_no_more_than_their_leader_s_share() -> None:
     """Where no claim is known, one leader could fill all places and shut out the rooms of the others."""
     b = Bench(limits=Limits(max_early_destinations=8, early_share=0.25))
     rooms = [RoomKey(number) for number in range(1, 20)]
     for room in rooms:
-        b.expect(room, claim=b"")
+        b.expect(room, claim=b"", decode=ONE, retain_s=0.0)
         b.hear(destination(room=room, claim=b""))
     for room in rooms:
-        b.hear(destination(9, THREE, room=room, claim=b"", replaces=0))
+        b.hear(destination(9, THREE, room=room, claim=b""))
     assert b.exchange.sizes()["early"] == 2
     assert b.exchange.counters["early_refused"] == 17
     assert b.hear(destination(decode=TWO, room=RoomKey(99))) == []
     assert all(b.phase(room) is KVPoll.WAITING_FOR_INPUT for room in rooms)
-
-
-def test_declined_rooms_are_counted_against_the_leader_that_declines() -> None:
-    b = Bench(limits=Limits(max_early_destinations=8, early_share=0.25))
-    for number in range(1, 100):
-        b.hear(Declined(transfer(decode=THREE, room=RoomKey(number)), LEFT, CLAIM))
-    b.hear(Declined(transfer(room=RoomKey(200)), LEFT, CLAIM))
-    b.expect(RoomKey(200), decode=ONE)
-    assert b.error(RoomKey(200)) == LEFT
-    b.at(1e4)
-    assert not b.exchange.rooms.rooms
 
 
 @pytest.mark.parametrize("word", [lambda t: Failed(t, BROKE), Abort], ids=["Failed", "Abort"])
@@ -170,29 +136,11 @@ def test_a_question_that_ended_unanswered_is_asked_again_for_who_comes_later() -
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_retained_room_is_evicted_between_two_bindings_unless_it_was_committed(committed: bool) -> None:
-    b = Bench()
-    b.expect(retain_s=30.0)
-    b.hear(destination())
-    b.send()
-    b.finish()
-    b.land()
+    b = all_sent(retain_s=30.0)
     b.hear(Committed(transfer()) if committed else Failed(transfer(), BROKE))
     b.end(OutOfCapacity("full").info, unbound_s=0.0)
     assert (b.phase() is KVPoll.FAILED) == (not committed)
     assert words(b.hear(destination(1, TWO)), TWO)[0] == ("Accepted" if committed else "Failed")
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_retained_room_outlives_the_failure_of_its_placed_decode_whenever_it_comes(early: bool) -> None:
-    b = Bench()
-    if early:
-        b.hear(Failed(transfer(), BROKE))
-    b.expect(decode=ONE, retain_s=30.0)
-    if not early:
-        b.hear(Failed(transfer(), BROKE))
-    assert b.phase() is KVPoll.BOOTSTRAPPING
-    b.tell(events.AllowReplacement(ROOM, 0, 1, TWO))
-    assert words(b.hear(destination(1, TWO)), TWO) == ["Accepted"]
 
 
 # ---- many rooms ----------------------------------------------------------------------------------
@@ -258,8 +206,7 @@ def test_what_was_decided_before_a_bug_of_another_room_is_not_lost(monkeypatch: 
 def test_a_room_that_breaks_on_the_end_of_its_hand_off_still_hears_its_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    b = Bench()
-    b.expect()
+    b = opened()
     b.hear(destination())
     normal = Rooms.on_phase
 
@@ -333,8 +280,7 @@ def test_a_receiver_that_breaks_ends_alone_and_is_released(
 
 
 def test_nothing_of_a_refused_event_is_carried_out() -> None:
-    b = Bench()
-    b.expect()
+    b = opened()
     with pytest.raises(InvalidRequest, match="a room of its own"):
         b.expect()
     assert b.exchange.decided == []

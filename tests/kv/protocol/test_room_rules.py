@@ -12,18 +12,21 @@ from room_bench import (
     ME,
     ONE,
     PAGES,
-    PLAN,
     PROMPT,
     ROOM,
     THREE,
     TWO,
     Bench,
+    all_sent,
+    bound,
     destination,
+    opened,
     refusal,
     refused,
     said,
     transfer,
     words,
+    writing,
 )
 
 from segue.kv.errors import (
@@ -36,7 +39,7 @@ from segue.kv.errors import (
     OutOfCapacity,
     TransferFailed,
 )
-from segue.kv.ids import OPEN_RANK, KVPoll, LeaderId, Role, RoomKey, Span, TransferId
+from segue.kv.ids import KVPoll, LeaderId, Role, RoomKey, Span, TransferId
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
@@ -47,7 +50,6 @@ from segue.kv.protocol.messages import (
     ChunkPosted,
     Committed,
     Declined,
-    Destination,
     Failed,
     Gone,
     HandoffMessage,
@@ -56,46 +58,20 @@ from segue.kv.protocol.messages import (
 )
 from segue.kv.protocol.room_ranks import (
     FAIL_ON_CONFLICT,
-    FOLLOW_BOOTSTRAP_ROOM,
     DpRanks,
-    PrefillInstance,
 )
+from segue.kv.ready import ReadyEvent
 
 LEFT = AbortedByClient("the client left").info
 BROKE = TransferFailed("it broke").info
 FULL = OutOfCapacity("others need the pages").info
 
 
-def bound(**options: Any) -> Bench:
-    """A room that attempt 0 of `ONE` has bound."""
-    b = Bench(limits=options.pop("limits", None))
-    b.expect(**options)
-    assert words(b.hear(destination())) == ["Accepted"]
-    return b
-
-
-def writing(**options: Any) -> Bench:
-    """The same, with the whole prompt on its way."""
-    b = bound(**options)
-    b.send()
-    assert b.writes
-    return b
-
-
-def all_sent(**options: Any) -> Bench:
-    """Everything has landed and was announced: decode may have committed."""
-    b = writing(**options)
-    b.finish()
-    b.land()
-    return b
-
-
 # ---- 1: the handle -----------------------------------------------------------------------------
 
 
 def test_rule_1_a_room_for_which_nobody_came_ends_at_its_deadline() -> None:
-    b = Bench()
-    b.expect(budget_s=30.0)
+    b = opened(budget_s=30.0)
     b.send()
     b.finish()
     assert b.at(29.9) == []
@@ -106,8 +82,7 @@ def test_rule_1_a_room_for_which_nobody_came_ends_at_its_deadline() -> None:
 
 
 def test_rule_1_what_the_engine_gave_before_decode_came_is_replayed_in_order() -> None:
-    b = Bench()
-    b.expect()
+    b = opened()
     assert b.send(0, 4) == b.send(4, 8, layers=1) == b.finish(b"mine") == []
     effects = b.hear(destination())
     assert words(effects) == ["Accepted", "Metadata"]
@@ -132,39 +107,28 @@ def test_rule_1_what_the_engine_gave_before_decode_came_is_replayed_in_order() -
 
 
 def test_rule_1_a_room_that_was_placed_is_bound_by_its_decode_leader_alone() -> None:
-    b = Bench()
-    b.expect(decode=TWO)
+    b = opened(decode=TWO)
     assert refused(b.hear(destination())) == (ErrorCode.PEER_REFUSED, False)
     assert words(b.hear(destination(decode=TWO)), TWO) == ["Accepted"]
 
 
 # ---- 2: the claim ------------------------------------------------------------------------------
 
-WRONG: dict[str, tuple[dict[str, Any], ErrorCode]] = {
-    "claim": ({"claim": b"another"}, ErrorCode.METADATA_MISMATCH),
-    "no claim": ({"claim": b""}, ErrorCode.METADATA_MISMATCH),
-    "a longer claim": ({"claim": CLAIM + b"!"}, ErrorCode.METADATA_MISMATCH),
-    "token count": ({"prompt_tokens": PROMPT - 1}, ErrorCode.TRANSFER_FAILED),
-    "plan": ({"plan_hash": 1}, ErrorCode.LAYOUT_MISMATCH),
-    "pages": ({"pages": [1, 1, 2]}, ErrorCode.LAYOUT_MISMATCH),
-    "transport": ({"transport": "another"}, ErrorCode.TRANSFER_FAILED),
-    "epoch": ({"epoch": 0}, ErrorCode.TRANSFER_FAILED),
-}
+WRONG = {"another": b"another", "none": b"", "a longer one": CLAIM + b"!"}
 
 
 @pytest.mark.parametrize("parked", [True, False], ids=["before expect", "after it"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_rule_2_a_bad_first_claimant_leaves_the_room_open(wrong: str, parked: bool) -> None:
-    changes, code = WRONG[wrong]
     b = Bench()
-    message = destination(decode=TWO, **changes)
+    message = destination(decode=TWO, claim=WRONG[wrong])
     if parked:
         assert b.hear(message) == []
         effects = b.expect()
     else:
         b.expect()
         effects = b.hear(message)
-    assert refused(effects, TWO)[0] is code
+    assert refused(effects, TWO) == (ErrorCode.METADATA_MISMATCH, False)
     assert not b.writes
     assert (b.phase(), b.exchange.sizes()["rooms"], b.exchange.sizes()["transfers"]) == (
         KVPoll.BOOTSTRAPPING,
@@ -172,14 +136,13 @@ def test_rule_2_a_bad_first_claimant_leaves_the_room_open(wrong: str, parked: bo
         0,
     )
     b.send()
-    assert refused(b.hear(destination(decode=TWO)), TWO)[0] is code, "that attempt is over"
+    assert refused(b.hear(destination(decode=TWO)), TWO)[0] is ErrorCode.METADATA_MISMATCH, "it is over"
     assert words(b.hear(destination())) == ["Accepted"]
 
 
 @pytest.mark.parametrize("word", [Abort, Gone], ids=["abort", "gone"])
 def test_rule_2_the_end_of_a_later_attempt_that_was_refused_leaves_a_placed_room_open(word: type) -> None:
-    b = Bench()
-    b.expect(decode=ONE)
+    b = opened(decode=ONE)
     later = destination(attempt=1, claim=b"another")
     assert refused(b.hear(later))[0] is ErrorCode.METADATA_MISMATCH
     assert words(b.hear(word(later.transfer))) in (["Gone"], [])
@@ -189,8 +152,7 @@ def test_rule_2_the_end_of_a_later_attempt_that_was_refused_leaves_a_placed_room
 
 def test_rule_2_the_end_of_the_placed_attempt_that_was_refused_ends_its_room() -> None:
     """Its decode has ended its half, and no other may come: the engine need not wait for the deadline."""
-    b = Bench()
-    b.expect(decode=ONE)
+    b = opened(decode=ONE)
     placed = destination(claim=b"another")
     assert refused(b.hear(placed))[0] is ErrorCode.METADATA_MISMATCH
     b.hear(Abort(placed.transfer))
@@ -206,8 +168,7 @@ def test_rule_2_an_epoch_that_is_in_use_is_refused_and_leaves_both_rooms_as_they
 
 
 def test_rule_2_where_no_claim_is_known_the_empty_one_must_be_empty_on_both_sides() -> None:
-    b = Bench()
-    b.expect(claim=b"")
+    b = opened(claim=b"")
     assert refused(b.hear(destination(decode=TWO)), TWO)[0] is ErrorCode.METADATA_MISMATCH
     assert words(b.hear(destination(claim=b""))) == ["Accepted"]
 
@@ -249,16 +210,13 @@ def test_rule_3_of_two_that_wait_the_valid_one_binds_and_the_other_is_refused() 
     assert b.exchange.sizes()["early"] == 0
 
 
-def test_rule_3_a_doubled_destination_changes_nothing_parked_waiting_or_bound() -> None:
+def test_rule_3_a_doubled_destination_changes_nothing_parked_or_bound() -> None:
     b = Bench()
     assert b.hear(destination()) == b.hear(destination()) == []
     assert b.exchange.sizes()["early"] == 1
     b.expect()
     assert b.hear(destination()) == b.hear(destination(pages=[7, 8, 9])) == []
-    waits = destination(1, TWO, replaces=0)
-    assert b.hear(waits) == b.hear(waits) == []
-    assert b.exchange.sizes()["early"] == 1
-    assert b.exchange.counters["repeats"] == 4
+    assert b.exchange.counters["repeats"] == 3
 
 
 def test_rule_3_after_one_has_failed_the_next_one_binds() -> None:
@@ -274,90 +232,6 @@ def test_rule_3_after_one_has_failed_the_next_one_binds() -> None:
     b.hear(Committed(transfer(1, TWO)))
     b.end(LEFT)
     assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, TWO)
-
-
-@pytest.mark.parametrize("replaces", [None, 1, 2])
-def test_rule_3_a_replacement_is_said_of_the_live_attempt_and_not_inferred_from_a_number(
-    replaces: int | None,
-) -> None:
-    b = writing(retain_s=30.0)
-    assert refused(b.hear(destination(5, ONE, replaces=replaces))) == (ErrorCode.TRANSFER_FAILED, True)
-    assert b.phase() is KVPoll.TRANSFERRING
-    assert not b.fences
-
-
-@pytest.mark.parametrize("retain_s", [None, 30.0])
-def test_rule_3_the_same_decode_leader_replaces_its_own_attempt_while_writes_run(
-    retain_s: float | None,
-) -> None:
-    b = writing(retain_s=retain_s)
-    effects = b.hear(destination(1, ONE, replaces=0))
-    assert words(effects) == ["Failed", "Accepted"] or words(effects) == ["Accepted", "Failed"]
-    assert {write.transfer.attempt for write in b.writes} == {0, 1}
-    b.finish()
-    assert words(b.fence(transfer())) == ["Drained"], "only now"
-    b.land()
-    b.hear(Committed(transfer(1)))
-    b.end(LEFT)
-    assert b.phase() is KVPoll.SUCCESS
-    assert b.releases == {ROOM: 1}
-
-
-@pytest.mark.parametrize("allowed_first", [True, False])
-@pytest.mark.parametrize("placed", [ONE, None])
-def test_rule_3_another_decode_leader_replaces_by_the_placer_s_word(
-    allowed_first: bool, placed: LeaderId | None
-) -> None:
-    b = writing(decode=placed)
-    steps: list[Callable[[], list[events.Effect]]] = [
-        lambda: b.tell(events.AllowReplacement(ROOM, 0, 1, TWO)),
-        lambda: b.hear(destination(1, TWO, replaces=0)),
-    ]
-    first, second = steps if allowed_first else reversed(steps)
-    assert first() == []
-    assert b.phase() is KVPoll.TRANSFERRING
-    effects = second()
-    assert words(effects, ONE) == ["Failed"]
-    assert words(effects, TWO) == ["Accepted"]
-    b.fence(transfer())
-    b.land()
-    b.finish()
-    b.hear(Committed(transfer(1, TWO)))
-    assert b.phase() is KVPoll.SUCCESS
-
-
-@pytest.mark.parametrize(
-    "permit",
-    [
-        events.AllowReplacement(ROOM, 0, 2, TWO),
-        events.AllowReplacement(ROOM, 1, 1, TWO),
-        events.AllowReplacement(ROOM, 0, 1, THREE),
-    ],
-    ids=["another attempt", "another one replaced", "another leader"],
-)
-def test_rule_3_the_placer_s_word_counts_for_what_it_names_alone(permit: events.AllowReplacement) -> None:
-    b = writing()
-    assert b.hear(destination(1, TWO, replaces=0)) == []
-    assert b.tell(permit) == []
-    assert b.phase() is KVPoll.TRANSFERRING
-    assert refused(b.at(60.0), TWO)[0] is ErrorCode.DEADLINE_EXCEEDED
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_rule_3_a_replacement_that_fails_a_check_ends_nothing(wrong: str) -> None:
-    changes, code = WRONG[wrong]
-    b = writing(retain_s=30.0)
-    assert refused(b.hear(destination(1, ONE, replaces=0, **changes)))[0] is code
-    assert b.phase() is KVPoll.TRANSFERRING
-    assert not b.fences
-    b.hear(destination(2, ONE, replaces=0))
-    assert b.fences, "nor does it stand in the way of a better one"
-
-
-def test_rule_3_one_destination_at_a_time_may_wait_to_replace() -> None:
-    b = writing()
-    assert b.hear(destination(1, TWO, replaces=0)) == []
-    assert refused(b.hear(destination(2, THREE, replaces=0)), THREE) == (ErrorCode.TRANSFER_FAILED, True)
 
 
 def test_rule_3_generations_and_ordinals_are_rooms_of_their_own() -> None:
@@ -382,183 +256,49 @@ def test_rule_3_generations_and_ordinals_are_rooms_of_their_own() -> None:
     assert len({room.registered for room in rooms}) == 2, "one number for each generation"
 
 
-# ---- 4: in doubt -------------------------------------------------------------------------------
-
-
-def doubted(**options: Any) -> Bench:
-    """`TWO` waits to replace an attempt that may have committed; `ONE` is asked."""
-    b = all_sent(**options)
-    b.tell(events.AllowReplacement(ROOM, 0, 1, TWO))
-    effects = b.hear(destination(1, TWO, replaces=0))
-    assert (words(effects, ONE), words(effects, TWO)) == (["Failed"], [])
-    assert not b.phase().terminal
-    return b
-
-
-@pytest.mark.parametrize("lost", [False, True], ids=["asked", "asked again on a new session"])
-@pytest.mark.parametrize("retain_s", [None, 30.0])
-def test_rule_4_committed_wins_and_the_other_one_gets_gone(retain_s: float | None, lost: bool) -> None:
-    b = doubted(retain_s=retain_s)
-    if lost:
-        b.down(ONE)
-        assert words(b.up(ONE)) == ["Failed"]
-    effects = b.hear(Committed(transfer()))
-    assert refused(effects, TWO) == (ErrorCode.TRANSFER_FAILED, True)
-    assert words(effects, ONE) == []
-    b.end(LEFT)
-    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, ONE)
-    b.fence()
-    assert b.releases == {ROOM: 1}
-
-
-@pytest.mark.parametrize("lost", [False, True], ids=["asked", "asked again on a new session"])
-@pytest.mark.parametrize("answer", [Abort, Gone, lambda t: Failed(t, BROKE)], ids=["Abort", "Gone", "Failed"])
-def test_rule_4_an_answer_that_it_has_not_committed_lets_the_other_one_bind(
-    answer: Callable[[TransferId], HandoffMessage], lost: bool
-) -> None:
-    b = doubted()
-    if lost:
-        b.down(ONE)
-        b.up(ONE)
-    effects = b.hear(answer(transfer()))
-    assert words(effects, TWO)[:1] == ["Accepted"]
-    assert words(effects, TWO)[1:] == ["Metadata"]
-    assert [write.transfer for write in b.writes] == [transfer(1, TWO)]
-    b.fence()
-    assert b.hear(Committed(transfer())) == [], "too late"
-    b.land()
-    b.hear(Committed(transfer(1, TWO)))
-    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, TWO)
-    assert b.releases == {ROOM: 1}
-
-
-@pytest.mark.parametrize("lost_before", [False, True])
-def test_rule_4_a_lost_session_is_no_answer_and_a_proven_death_is(lost_before: bool) -> None:
-    b = doubted()
-    if lost_before:
-        for _ in range(2):  # with its binding, and after that
-            assert words(b.down(ONE), TWO) == []
-            assert not b.phase().terminal
-            assert words(b.up(ONE)) == ["Failed"]
-    assert words(b.down(ONE, dead=True), TWO) == ["Accepted", "Metadata"]
-    assert not b.phase().terminal
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_rule_4_the_deadline_ends_the_wait(lost: bool) -> None:
-    b = doubted(budget_s=40.0)
-    if lost:
-        b.down(ONE)
-        b.fence()
-    effects = b.at(40.0)
-    assert refused(effects, TWO)[0] in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.BOOTSTRAP_TIMEOUT)
-    assert b.phase() is KVPoll.FAILED
-    b.fence()
-    assert b.releases == {ROOM: 1}
-
-
-def test_rule_4_the_waiting_destination_s_own_deadline_leaves_the_first_attempt_alone() -> None:
-    b = all_sent(retain_s=30.0)
-    b.tell(events.AllowReplacement(ROOM, 0, 1, TWO))
-    b.hear(destination(1, TWO, replaces=0, budget_s=5.0))
-    assert refused(b.at(5.0), TWO) == (ErrorCode.DEADLINE_EXCEEDED, False)
-    b.hear(Committed(transfer()))
-    b.end(LEFT)
-    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, ONE)
-
-
-def test_rule_4_what_is_not_sent_whole_cannot_have_committed_and_is_not_asked() -> None:
-    b = writing(retain_s=30.0)
-    b.land()  # the metadata is missing
-    effects = b.hear(destination(1, ONE, replaces=0))
-    assert "Accepted" in words(effects)
-
-
-def lost_in_doubt(**options: Any) -> Bench:
-    """`ONE` replaces its own attempt in doubt, loses its session and does not come back."""
-    b = all_sent(**options)
-    assert words(b.hear(destination(1, replaces=0))) == ["Failed"]
-    b.down(ONE)
-    b.fence()
-    return b
-
-
-def test_rule_4_a_room_that_is_not_retained_ends_with_the_last_that_waits_for_the_answer() -> None:
-    b = lost_in_doubt()
-    assert (b.phase(), b.error().code) == (KVPoll.FAILED, ErrorCode.PEER_LOST)
-    assert b.releases == {ROOM: 1}
-
-
-@pytest.mark.parametrize("leaves", ["its session", "it gives up", "its deadline"])
-def test_rule_4_a_room_whose_binding_was_lost_in_doubt_ends_when_the_other_decode_leaves(
-    leaves: str,
-) -> None:
-    b = doubted()
-    b.down(ONE)
-    b.fence()
-    assert not b.phase().terminal
-    if leaves == "its session":
-        b.down(TWO)
-    elif leaves == "it gives up":
-        assert words(b.hear(Abort(transfer(1, TWO))), TWO) == ["Drained"]
-    else:
-        b.at(Limits().early_wait_s)
-    assert (b.phase(), b.releases) == (KVPoll.FAILED, {ROOM: 1})
-
-
-def test_rule_4_a_retained_room_in_doubt_is_evicted_if_nobody_waits_for_the_answer() -> None:
-    b = lost_in_doubt(decode=ONE, retain_s=0.0)
-    b.at(0.5)
-    assert b.end(FULL, unbound_s=1.0) == [], "a decode has had it half a second ago"
-    b.at(1.0)
-    b.end(FULL, unbound_s=1.0)
-    assert (b.phase(), b.error().code) == (KVPoll.FAILED, ErrorCode.OUT_OF_CAPACITY)
-    assert b.releases == {ROOM: 1}
-    assert words(b.up(ONE)) == ["Failed"], "of the attempt in doubt"
-    assert b.hear(Committed(transfer())) == [], "too late"
-
-
-def test_rule_4_a_room_in_doubt_is_not_evicted_while_a_decode_waits_for_the_answer() -> None:
-    b = doubted(retain_s=30.0)
-    b.down(ONE)
-    b.fence()
-    assert b.end(FULL, unbound_s=0.0) == []
-    b.up(ONE)
-    assert words(b.hear(Gone(transfer())), TWO) == ["Accepted", "Metadata"]
-
-
 # ---- the placer has given the room to another decode leader --------------------------------------
 
-PLACED_AGAIN = events.AllowReplacement(ROOM, 0, 1, TWO, ended=True)
+PLACED_AGAIN = events.PlaceRoom(ROOM, 1, TWO)
 
 
-@pytest.mark.parametrize("sent", [True, False], ids=["in doubt", "writing"])
+@pytest.mark.parametrize("decode", [TWO, ONE], ids=["another leader", "the same"])
+@pytest.mark.parametrize("make", [writing, all_sent])
 @pytest.mark.parametrize("word_first", [True, False])
-def test_the_placer_s_word_ends_the_attempt_before_without_a_question(word_first: bool, sent: bool) -> None:
-    b = (all_sent if sent else writing)(decode=ONE, retain_s=0.0)
-    steps: list[Callable[[], list[events.Effect]]] = [
-        lambda: b.tell(PLACED_AGAIN),
-        lambda: b.hear(destination(1, TWO, replaces=0)),
-    ]
-    first, second = steps if word_first else reversed(steps)
-    assert words(first(), ONE) == (["Failed"] if word_first else [])
-    effects = second()
-    assert words(effects, ONE) == ([] if word_first else ["Failed"])
-    assert words(effects, TWO)[0] == "Accepted"
+def test_the_placer_s_word_ends_the_live_attempt_and_nothing_else_does(
+    word_first: bool, make: Callable[..., Bench], decode: LeaderId
+) -> None:
+    b = make(decode=ONE, retain_s=0.0)
+    wrong = destination(5, decode, claim=b"another")
+    assert refused(b.hear(wrong), decode)[0] is ErrorCode.METADATA_MISMATCH
+    comes, word = destination(1, decode), events.PlaceRoom(ROOM, 1, decode)
+    effects = []
+    if not word_first:
+        assert b.hear(comes) == b.hear(comes) == [], "a number ends nothing"
+        assert b.exchange.counters["repeats"] == 1
+    effects += b.tell(word)
+    assert "Failed" in words(effects, ONE)
+    if word_first:
+        effects += b.hear(comes)
+    assert "Accepted" in words(effects, decode)
     b.fence(transfer())
     assert b.hear(Committed(transfer())) == [], "the placer takes nothing of it"
     b.land()
-    if not sent:
+    if make is writing:
         b.finish()
-    b.hear(Committed(transfer(1, TWO)))
-    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, TWO)
+    b.hear(Committed(transfer(1, decode)))
+    assert (b.phase(), b.phases[ROOM][-1].peer) == (KVPoll.SUCCESS, decode)
     assert b.releases == {ROOM: 1}
+
+
+@pytest.mark.parametrize("options", [{"retain_s": 30.0}, {"decode": ONE}], ids=["not placed", "not retained"])
+def test_a_later_attempt_waits_only_in_a_room_that_is_placed_and_retained(options: Any) -> None:
+    b = all_sent(**options)
+    assert refused(b.hear(destination(2, THREE)), THREE) == (ErrorCode.TRANSFER_FAILED, True)
 
 
 @pytest.mark.parametrize("how", ["never bound", "failed", "lost in doubt"])
 def test_a_destination_that_comes_before_the_placer_s_word_waits_for_it(how: str) -> None:
-    b = Bench()
-    b.expect(decode=ONE, retain_s=0.0)
+    b = opened(decode=ONE, retain_s=0.0)
     if how != "never bound":
         b.hear(destination())
         b.send()
@@ -569,40 +309,36 @@ def test_a_destination_that_comes_before_the_placer_s_word_waits_for_it(how: str
         b.land()
         b.down(ONE)
         b.up(ONE)
-    waits = destination(1, TWO, replaces=0)
+    waits = destination(1, TWO)
     assert b.hear(waits) == b.hear(waits) == []
     assert b.exchange.sizes()["early"] == 1
     assert words(b.tell(PLACED_AGAIN), TWO)[0] == "Accepted"
-    assert refused(b.hear(destination(2, ONE)), ONE)[0] is not None
     assert b.exchange.sizes()["early"] == 0
 
 
 def test_without_the_placer_s_word_it_is_refused_in_time_and_ends_nothing() -> None:
-    b = Bench()
-    b.expect(decode=ONE, retain_s=0.0)
-    b.hear(destination(1, TWO, replaces=0, budget_s=5.0))
+    b = opened(decode=ONE, retain_s=0.0)
+    b.hear(destination(1, TWO, budget_s=5.0))
     assert refused(b.at(5.0), TWO)[0] is ErrorCode.DEADLINE_EXCEEDED
     assert words(b.hear(destination())) == ["Accepted"]
 
 
 def test_a_room_that_was_placed_again_is_not_for_the_decode_leader_before() -> None:
-    b = Bench()
-    b.expect(decode=ONE, retain_s=0.0)
+    b = opened(decode=ONE, retain_s=0.0)
     assert b.tell(PLACED_AGAIN) == []
     assert refused(b.hear(destination()))[0] is ErrorCode.PEER_REFUSED
     b.hear(Failed(transfer(), LEFT))
     b.down(ONE)
-    assert words(b.hear(destination(1, TWO, replaces=0)), TWO) == ["Accepted"]
+    assert words(b.hear(destination(1, TWO)), TWO) == ["Accepted"]
 
 
 def test_an_attempt_that_was_replaced_twice_does_not_bind_again() -> None:
     """The first decode leader has the room again; what it says of its first attempt is late."""
-    b = Bench()
-    b.expect(decode=ONE, retain_s=0.0)
+    b = opened(decode=ONE, retain_s=0.0)
     b.tell(PLACED_AGAIN)
-    b.tell(events.AllowReplacement(ROOM, 1, 2, ONE, ended=True))
+    b.tell(events.PlaceRoom(ROOM, 2, ONE))
     assert refused(b.hear(destination())) == (ErrorCode.TRANSFER_FAILED, True)
-    assert words(b.hear(destination(2, replaces=1))) == ["Accepted"]
+    assert words(b.hear(destination(2))) == ["Accepted"]
 
 
 @pytest.mark.parametrize("fenced", [True, False])
@@ -637,7 +373,7 @@ def test_an_attempt_waits_for_the_placer_s_words_although_the_one_that_it_replac
 ) -> None:
     """The placer gives up two decodes before prefill has read its first word. The first one has the room."""
     b = all_sent(decode=ONE, retain_s=0.0)
-    assert said(b.hear(destination(2, THREE, replaces=1)), THREE) == []
+    assert said(b.hear(destination(2, THREE)), THREE) == []
     if commits:
         effects = b.hear(Committed(transfer()))
         assert refused(effects, THREE) == (ErrorCode.OUT_OF_CAPACITY, True), "an attempt that does not count"
@@ -645,23 +381,10 @@ def test_an_attempt_waits_for_the_placer_s_words_although_the_one_that_it_replac
     b.tell(PLACED_AGAIN)
     b.fence()
     assert b.phase() is KVPoll.TRANSFERRING, "the word is of another attempt"
-    effects = b.tell(events.AllowReplacement(ROOM, 1, 2, THREE, ended=True))
+    effects = b.tell(events.PlaceRoom(ROOM, 2, THREE))
     assert words(effects, THREE) == ["Accepted", "Metadata"]
     b.land()
     b.hear(Committed(transfer(2, THREE)))
-    assert b.phase() is KVPoll.SUCCESS
-
-
-def test_the_end_of_an_attempt_that_waits_for_the_placer_leaves_the_doubt_about_another_one() -> None:
-    """The first one may have committed: nobody binds before its answer."""
-    b = all_sent(decode=ONE, retain_s=0.0)
-    b.tell(events.AllowReplacement(ROOM, 0, 1, TWO))
-    assert words(b.hear(destination(1, TWO, replaces=0))) == ["Failed"]
-    assert said(b.hear(destination(2, THREE, replaces=1, budget_s=0.5)), THREE) == []
-    assert refused(b.at(0.5), THREE)[0] is ErrorCode.DEADLINE_EXCEEDED
-    assert said(b.down(ONE), TWO) == said(b.fence(), TWO) == []
-    b.up(ONE)
-    assert refused(b.hear(Committed(transfer())), TWO) == (ErrorCode.OUT_OF_CAPACITY, True)
     assert b.phase() is KVPoll.SUCCESS
 
 
@@ -670,7 +393,7 @@ def test_an_attempt_that_waits_for_the_placer_is_not_refused_by_the_one_that_it_
     later_first: bool,
 ) -> None:
     b = writing(decode=ONE, retain_s=0.0)
-    earlier, later = destination(1, ONE, replaces=0), destination(2, THREE, replaces=1)
+    earlier, later = destination(1, ONE), destination(2, THREE)
     effects = [
         effect for word in ((later, earlier) if later_first else (earlier, later)) for effect in b.hear(word)
     ]
@@ -678,16 +401,8 @@ def test_an_attempt_that_waits_for_the_placer_is_not_refused_by_the_one_that_it_
     b.finish()
     b.land()
     b.fence()
-    effects = b.tell(events.AllowReplacement(ROOM, 1, 2, THREE, ended=True))
+    effects = b.tell(events.PlaceRoom(ROOM, 2, THREE))
     assert words([*effects, *b.fence()], THREE) == ["Accepted", "Metadata"]
-
-
-@pytest.mark.parametrize("changes", [{}, {"claim": b"another"}])
-def test_an_attempt_that_skips_one_waits_only_in_a_room_that_may_be_placed_again(changes: Any) -> None:
-    placed = {"retain_s": 0.0} if changes else {}
-    b = all_sent(decode=ONE, **placed)
-    code = ErrorCode.METADATA_MISMATCH if changes else ErrorCode.TRANSFER_FAILED
-    assert refusal(b.hear(destination(2, THREE, replaces=1, **changes)), THREE).code is code
 
 
 @pytest.mark.parametrize("first", ["destination", "commit"])
@@ -696,7 +411,7 @@ def test_a_commit_that_comes_before_the_placer_s_word_ends_the_next_attempt_so_t
 ) -> None:
     """The placer has given the first decode up, and cannot know that it commits."""
     b = all_sent(decode=ONE, retain_s=0.0)
-    steps = [lambda: b.hear(destination(1, TWO, replaces=0)), lambda: b.hear(Committed(transfer()))]
+    steps = [lambda: b.hear(destination(1, TWO)), lambda: b.hear(Committed(transfer()))]
     effects = [effect for step in (steps if first == "destination" else reversed(steps)) for effect in step()]
     assert refused(effects, TWO) == (ErrorCode.OUT_OF_CAPACITY, True)
     assert refusal(effects, TWO).origin == "prefill here", "the next decode is not at fault"
@@ -705,11 +420,11 @@ def test_a_commit_that_comes_before_the_placer_s_word_ends_the_next_attempt_so_t
 
 
 def test_a_word_that_comes_after_its_own_attempt_has_bound_changes_nothing() -> None:
-    """The same decode leader replaces its own attempt without a word."""
-    b = writing(decode=ONE, retain_s=0.0)
-    assert "Accepted" in words(b.hear(destination(1, ONE, replaces=0)))
-    assert b.tell(events.AllowReplacement(ROOM, 0, 1, ONE, ended=True)) == []
-    assert b.phase() is KVPoll.TRANSFERRING
+    """The decode leader that the room is placed for may bind with a later attempt."""
+    b = opened(decode=ONE, retain_s=0.0)
+    assert words(b.hear(destination(1))) == ["Accepted"]
+    assert b.tell(events.PlaceRoom(ROOM, 1, ONE)) == []
+    assert b.phase() is KVPoll.WAITING_FOR_INPUT
 
 
 @pytest.mark.parametrize(("error", "over"), [(BROKE, False), (LEFT, True)], ids=["may be mended", "final"])
@@ -728,14 +443,14 @@ def test_a_failure_that_no_other_attempt_can_mend_ends_the_room_of_a_placed_deco
     assert b.phase().terminal == over
     if not over:
         b.tell(PLACED_AGAIN)
-        assert words(b.hear(destination(1, TWO, replaces=0)), TWO) == ["Accepted"]
+        assert words(b.hear(destination(1, TWO)), TWO) == ["Accepted"]
 
 
 def test_a_room_that_is_retained_for_no_time_outlives_failures_and_ends_with_its_first_success() -> None:
     b = all_sent(decode=ONE, retain_s=0.0)
     b.down(ONE)
     b.tell(PLACED_AGAIN)
-    b.hear(destination(1, TWO, replaces=0))
+    b.hear(destination(1, TWO))
     b.land()
     assert not b.phase().terminal
     b.hear(Committed(transfer(1, TWO)))
@@ -800,7 +515,7 @@ def test_rule_6_a_late_destination_of_a_closed_room_gets_failed_and_gone_and_mak
     b = ended(how)
     error = refusal(b.hear(destination(1, TWO)), TWO)
     assert error.code is (ErrorCode.INVALID_REQUEST if how == "committed" else ErrorCode.ABORTED_BY_CLIENT)
-    assert refusal(b.hear(destination(2, ONE, replaces=0, inferred=True))).code is error.code
+    assert refusal(b.hear(destination(2, ONE, inferred=True))).code is error.code
     sizes = b.exchange.sizes()
     assert (sizes["early"], sizes["rooms"], sizes["transfers"]) == (0, 0, 0)
     assert b.hear(Declined(transfer(3, TWO), LEFT, CLAIM)) == []
@@ -829,17 +544,6 @@ def test_rule_6_closed_rooms_are_bounded_and_the_oldest_is_forgotten_first() -> 
         b.expect(rooms[2])
     b.phases.clear()
     b.expect(rooms[0])
-
-
-def test_rule_6_a_room_whose_pages_are_not_proven_free_is_remembered_beyond_its_deadline() -> None:
-    b = writing()
-    b.end(LEFT)
-    b.at(10_000.0)
-    assert b.exchange.quarantined_pages() == len(PAGES)
-    with pytest.raises(InvalidRequest):
-        b.expect()
-    b.fence()
-    assert b.releases == {ROOM: 1}
 
 
 # ---- 7: parking --------------------------------------------------------------------------------
@@ -927,6 +631,8 @@ def test_rule_7_early_words_are_bounded_and_leave_destinations_their_place() -> 
     assert b.hear(Declined(transfer(decode=TWO, room=RoomKey(99)), LEFT, CLAIM)) == []
     b.expect(RoomKey(99), decode=TWO)
     assert b.error(RoomKey(99)) == LEFT, "one leader's words do not displace another's"
+    b.at(1e4)
+    assert not b.exchange.rooms.rooms
 
 
 @pytest.mark.parametrize("peers", [1, 2])
@@ -982,8 +688,7 @@ def test_a_refused_room_has_its_error_for_what_waits_and_for_what_comes(early: b
 
 
 def test_a_room_that_was_opened_is_not_refused() -> None:
-    b = Bench()
-    b.expect()
+    b = opened()
     assert b.tell(events.RefuseRoom(key=ROOM, error=BROKE, deadline=60.0)) == []
     assert words(b.hear(destination())) == ["Accepted"]
 
@@ -1030,8 +735,7 @@ def test_rule_8_a_room_is_announced_once_for_as_long_as_it_may_be_open() -> None
 
 
 def test_rule_8_a_room_that_another_rank_has_registered_fails_with_its_reason_on_both_sides() -> None:
-    b = Bench()
-    b.expect(decode=ONE, announce=True)
+    b = opened(decode=ONE, announce=True)
     conflict = DpRankConflict("DP rank 1 has this room").info
     effects = b.tell(events.RoomUnknown(ROOM, conflict))
     assert (b.error().code, b.error().text) == (ErrorCode.DP_RANK_CONFLICT, conflict.text)
@@ -1039,13 +743,11 @@ def test_rule_8_a_room_that_another_rank_has_registered_fails_with_its_reason_on
 
 
 def test_rule_8_a_registry_that_cannot_be_reached_ends_no_room_that_decode_has_found() -> None:
-    b = Bench()
-    b.expect(announce=True)
+    b = opened(announce=True)
     b.hear(destination())
     b.tell(events.RoomUnknown(ROOM, BootstrapUnreachable("the registry is away").info))
     assert b.phases[ROOM][-1].phase is KVPoll.WAITING_FOR_INPUT
-    b = Bench()
-    b.expect(announce=True)
+    b = opened(announce=True)
     b.tell(events.RoomUnknown(ROOM, BootstrapUnreachable("the registry is away").info))
     assert b.error().code is ErrorCode.BOOTSTRAP_UNREACHABLE
 
@@ -1066,91 +768,16 @@ def test_rule_8_no_answer_leaves_the_destination_waiting_for_its_own_deadline() 
     assert words(b.expect()) == ["Accepted"]
 
 
-class Decode:
-    """A decode leader, `ONE`, with a receiver whose DP rank of prefill is not known."""
-
-    def __init__(self) -> None:
-        self.exchange = Exchange(Role.DECODE, ONE, "decode there", Limits(), "fake")
-        self.ranks = [LeaderId(ME.incarnation, rank) for rank in range(4)]
-        for rank in self.ranks:
-            self.tell(events.PeerUp(rank, PLAN))
-        dp = DpRanks(size=4, load_balance=FOLLOW_BOOTSTRAP_ROOM)
-        instance = PrefillInstance(dp, frozenset(range(4)))
-        self.tell(events.PrefillInstances({ME.incarnation: instance}))
-
-    def tell(self, event: events.Event) -> list[events.Effect]:
-        effects = self.exchange.handle(event, 0.0)
-        for effect in list(effects):
-            if isinstance(effect, events.Grant):
-                effects += self.tell(events.Granted(effect.transfer, effect.rank))
-        self.exchange.check_integrity()
-        return effects
-
-    def receive(self) -> list[events.Effect]:
-        """Room 7 follows to DP rank 3."""
-        opening = events.OpenReceiver(
-            key=ROOM,
-            prefill=LeaderId(ME.incarnation, OPEN_RANK),
-            prompt_tokens=PROMPT,
-            deadline=60.0,
-            claim=CLAIM,
-        )
-        return self.tell(opening) + self.tell(events.Publish(ROOM, PAGES, 0))
-
-    def to(self, rank: int) -> TransferId:
-        return TransferId(ROOM.room, 0, self.ranks[rank], ONE)
-
-    def hear(self, rank: int, message: HandoffMessage) -> list[events.Effect]:
-        return self.tell(events.Received(self.ranks[rank], message))
-
-    def fence(self, effects: list[events.Effect]) -> list[events.Effect]:
-        found = []
-        for fence in [effect for effect in effects if isinstance(effect, events.Fence)]:
-            found += self.tell(events.FenceDone(fence.transfer, fence.rank, fence.partner, False))
-        return found
-
-
-def test_rule_8_decode_follows_one_redirect_with_the_same_pages_after_its_own_fence() -> None:
-    d = Decode()
-    [first] = said(d.receive(), d.ranks[3])
-    assert isinstance(first, Destination)
-    assert first.inferred
-    moving = d.hear(3, Moved(d.to(3), 1))
-    assert words(moving, d.ranks[1]) == [], "its own ranks have still granted the first epoch"
-    assert not [e for e in moving if isinstance(e, events.Phase | events.Release)], "the engine hears nothing"
-    d.fence(moving)
-    [second] = said(d.hear(3, Gone(d.to(3))), d.ranks[1])
-    assert isinstance(second, Destination)
-    assert (second.transfer, second.pages, second.inferred) == (d.to(1), first.pages, False)
-    assert second.epoch != first.epoch
-    again = d.hear(1, Moved(d.to(1), 2))
-    [failed] = [e for e in again if isinstance(e, events.Phase)]
-    assert failed.error is not None
-    assert failed.error.code is ErrorCode.DP_RANK_CONFLICT, "at most one redirect for each request"
-    d.fence(again)
-    assert events.Release(ROOM) in d.hear(1, Gone(d.to(1)))
-
-
 def test_rule_8_by_the_policy_fail_both_halves_and_the_rank_that_opened_the_room_hear_it() -> None:
     b = Bench(dp=DpRanks(size=4, on_conflict=FAIL_ON_CONFLICT))
     b.hear(destination(inferred=True))
     [moved] = said(b.tell(events.RoomFound(ROOM, LeaderId(ME.incarnation, 1))))
     assert isinstance(moved, Moved)
-    assert moved.error is not None
     assert moved.error.code is ErrorCode.DP_RANK_CONFLICT
     assert "--dp-rank-conflict redirect" in moved.error.text
-    d = Decode()
-    d.receive()
-    effects = d.hear(3, Moved(d.to(3), 1, moved.error))
-    assert [e.error for e in effects if isinstance(e, events.Phase)] == [moved.error]
-    [declined] = said(effects, d.ranks[1])
-    assert isinstance(declined, Declined)
-    assert (declined.transfer, declined.error) == (d.to(1), moved.error)
-    # The rank that has opened the room hears that, and ends it for the same reason.
-    b = Bench()
-    b.expect(decode=ONE)
-    heard = Declined(transfer(), declined.error, declined.claim)
-    b.hear(heard)
+    # Decode tells the rank that has opened the room, which ends it for the same reason.
+    b = opened(decode=ONE)
+    b.hear(Declined(transfer(), moved.error, CLAIM))
     assert b.error() == moved.error
     assert b.releases == {ROOM: 1}
 
@@ -1195,8 +822,7 @@ def test_rule_9_a_retained_room_is_replayed_to_a_second_binding_less_its_prefix(
 
 
 def test_rule_9_a_second_binding_is_given_all_spans_partial_layers_and_the_newest_pages() -> None:
-    b = Bench()
-    b.expect(retain_s=30.0)
+    b = opened(retain_s=30.0)
     b.send(0, 4, pages=(4,))
     b.hear(destination())
     b.send(4, 8, pages=(4, 5))
@@ -1252,8 +878,7 @@ def test_rule_9_only_a_room_that_nobody_has_bound_is_evicted(
     if evicted:
         b.expect()
         b.send()
-    full = OutOfCapacity("the pool is full").info
-    effects = b.end(full, unbound_s=0.0)
+    effects = b.end(FULL, unbound_s=0.0)
     assert b.phase().terminal is evicted
     if evicted:
         assert b.releases == {ROOM: 1}
@@ -1265,31 +890,29 @@ def test_rule_9_only_a_room_that_nobody_has_bound_is_evicted(
 def test_rule_9_a_placed_room_that_no_decode_has_had_for_a_while_is_evicted() -> None:
     """A decode that has committed, and whose word and process are lost: nobody comes any more."""
     b = all_sent(decode=ONE, retain_s=0.0)
-    full = OutOfCapacity("the pool is full").info
-    assert b.end(full, unbound_s=1.0) == []
+    assert b.end(FULL, unbound_s=1.0) == []
     b.down(ONE)
     b.fence()
     b.at(0.5)
-    assert b.end(full, unbound_s=1.0) == [], "the next decode may be on its way"
+    assert b.end(FULL, unbound_s=1.0) == [], "the next decode may be on its way"
     b.tell(PLACED_AGAIN)
     b.at(1.25)
-    assert b.end(full, unbound_s=1.0) == [], "the next decode has as long"
+    assert b.end(FULL, unbound_s=1.0) == [], "the next decode has as long"
     b.at(1.5)
-    b.end(full, unbound_s=1.0)
+    b.end(FULL, unbound_s=1.0)
     assert b.error().code is ErrorCode.OUT_OF_CAPACITY
     assert b.releases == {ROOM: 1}
 
 
 def test_rule_9_a_decode_that_comes_before_the_placer_s_word_has_as_long_as_the_word_gives() -> None:
     b = all_sent(decode=ONE, retain_s=0.0)
-    full = OutOfCapacity("the pool is full").info
     b.down(ONE)
     b.fence()
     b.at(5.0)
-    b.hear(destination(1, TWO, replaces=0))
-    assert b.end(full, unbound_s=1.0) == []
+    b.hear(destination(1, TWO))
+    assert b.end(FULL, unbound_s=1.0) == []
     b.at(6.0)
-    assert refused(b.end(full, unbound_s=1.0), TWO) == (ErrorCode.OUT_OF_CAPACITY, True)
+    assert refused(b.end(FULL, unbound_s=1.0), TWO) == (ErrorCode.OUT_OF_CAPACITY, True)
 
 
 def test_rule_9_three_unfinished_bindings_end_the_room() -> None:
@@ -1301,6 +924,14 @@ def test_rule_9_three_unfinished_bindings_end_the_room() -> None:
         b.hear(Failed(transfer(attempt), BROKE))
     assert b.error() == BROKE
     assert refusal(b.hear(destination(3, TWO)), TWO).text == BROKE.text
+
+
+def test_rule_9_a_room_that_nobody_takes_after_a_failure_names_it_at_its_deadline() -> None:
+    b = bound(retain_s=30.0)
+    b.hear(Failed(transfer(), BROKE))
+    b.at(60.0)
+    assert b.error().code is ErrorCode.BOOTSTRAP_TIMEOUT
+    assert f"after one failed with {BROKE.text}" in b.error().text
 
 
 def test_rule_9_what_is_not_to_be_trusted_is_given_to_nobody_else() -> None:
@@ -1332,6 +963,8 @@ def test_rule_10_the_engine_hears_the_outcome_at_once_and_unproven_pages_stay_co
     assert b.releases == {}
     b.at(100_000.0)
     assert b.releases == {}, "no time is a proof"
+    with pytest.raises(InvalidRequest):
+        b.expect()
     b.fence()
     assert (b.releases, b.exchange.quarantined_pages()) == ({ROOM: 1}, 0)
 
@@ -1406,65 +1039,6 @@ def test_rule_11_a_room_that_was_placed_for_nobody_is_declined_without_its_claim
     assert b.releases == {ROOM: 1}
 
 
-def test_rule_11_a_receiver_whose_rank_is_open_tells_every_rank() -> None:
-    """The room may be on another one than the rule names."""
-    d = Decode()
-    key, error = RoomKey(9), LEFT
-    effects = d.tell(events.DeclineRoom(key, LeaderId(ME.incarnation, OPEN_RANK), error))
-    told = [e for e in effects if isinstance(e, events.Send)]
-    assert [e.peer for e in told] == d.ranks
-    assert all(isinstance(e.message, Declined) and e.message.transfer.prefill == e.peer for e in told)
-
-
-def test_rule_11_a_receiver_tells_by_itself_and_the_engine_s_word_beside_it_is_nothing() -> None:
-    d = Decode()
-    d.receive()
-    assert d.tell(events.DeclineRoom(ROOM, d.ranks[3], LEFT)) == []
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_rule_11_without_a_session_prefill_is_told_on_the_next_one(listed: bool) -> None:
-    """As by a decode that has just started. An engine without a registry lists no instance."""
-    d = Decode()
-    if not listed:
-        d.tell(events.PrefillInstances({}))
-    d.tell(events.PeerDown(d.ranks[1], LEFT))
-    assert d.tell(events.DeclineRoom(RoomKey(9), d.ranks[1], LEFT, CLAIM)) == []
-    told = said(d.tell(events.PeerUp(d.ranks[1], PLAN)), d.ranks[1])
-    assert [(type(m), m.transfer.room, m.claim) for m in told if isinstance(m, Declined)] == [
-        (Declined, 9, CLAIM)
-    ]
-
-
-def test_rule_11_a_rank_that_its_instance_does_not_have_is_never_told() -> None:
-    d = Decode()
-    none = LeaderId(ME.incarnation, 99)
-    assert d.tell(events.DeclineRoom(RoomKey(9), none, LEFT, CLAIM)) == []
-    assert said(d.tell(events.PeerUp(none, PLAN)), none) == []
-
-
-def test_rule_11_a_receiver_that_fails_without_a_session_declines_on_the_next_one() -> None:
-    d = Decode()
-    d.tell(events.PeerDown(d.ranks[3], LEFT))
-    opening = events.OpenReceiver(
-        key=ROOM,
-        prefill=d.ranks[3],
-        prompt_tokens=PROMPT,
-        deadline=60.0,
-        claim=CLAIM,
-        placed=False,
-    )
-    d.tell(opening)
-    d.tell(events.EndRoom(ROOM, LEFT))
-    [word] = said(d.tell(events.PeerUp(d.ranks[3], PLAN)), d.ranks[3])
-    assert isinstance(word, Declined)
-    assert (word.transfer, word.claim) == (d.to(3), CLAIM)
-    b = Bench()
-    b.expect()
-    b.hear(msgspec.structs.replace(word, transfer=transfer()))
-    assert b.error().text == LEFT.text
-
-
 def test_rule_11_without_a_claim_a_binding_goes_on() -> None:
     b = writing()
     assert b.hear(Declined(transfer(1, TWO), LEFT)) == []
@@ -1487,39 +1061,6 @@ def test_rule_11_while_a_binding_lives_it_is_not_obeyed(make: Callable[..., Benc
     assert b.phase() is before
 
 
-def test_rule_11_while_an_attempt_is_in_doubt_it_is_not_obeyed() -> None:
-    """A decode beside the one that may have committed was refused, and will not come again."""
-    b = all_sent(retain_s=30.0)
-    b.hear(destination(1, replaces=0))
-    b.down(ONE)
-    word = Declined(transfer(2, TWO), LEFT, CLAIM)
-    assert b.hear(word) == []
-    b.up(ONE)
-    b.hear(Committed(transfer()))
-    assert b.hear(word) != []
-    assert b.phase() is KVPoll.SUCCESS
-
-
-def test_rule_11_a_receiver_that_ends_before_it_published_declines_with_its_claim() -> None:
-    d = Decode()
-    opening = events.OpenReceiver(
-        key=ROOM, prefill=d.ranks[0], prompt_tokens=PROMPT, deadline=60.0, claim=CLAIM
-    )
-    d.tell(opening)
-    effects = d.tell(events.EndRoom(ROOM, LEFT))
-    [declined] = said(effects, d.ranks[0])
-    assert isinstance(declined, Declined)
-    assert (declined.transfer, declined.claim) == (d.to(0), CLAIM)
-    assert declined.error.code is ErrorCode.ABORTED_BY_CLIENT
-    told = d.tell(events.DeclineRoom(RoomKey(9), d.ranks[1], LEFT, CLAIM))
-    [word] = said(told, d.ranks[1])
-    assert isinstance(word, Declined)
-    assert (word.transfer, word.claim) == (TransferId(9, 0, d.ranks[1], ONE), CLAIM)
-    # The engine's reason becomes the one of prefill's room, and says where it began.
-    assert (word.error.text, word.error.phase) == (LEFT.text, "BOOTSTRAPPING")
-    assert word.error.origin.startswith("decode")
-
-
 # ---- words of the engine -------------------------------------------------------------------------
 
 
@@ -1529,7 +1070,7 @@ def test_rule_11_a_receiver_that_ends_before_it_published_declines_with_its_clai
     [
         events.SendChunk(ROOM, Span(0, 4), PAGES),
         events.SendMetadata(ROOM, b""),
-        events.AllowReplacement(ROOM, 0, 1, TWO),
+        events.PlaceRoom(ROOM, 1, TWO),
     ],
 )
 def test_an_engine_that_speaks_of_a_room_that_it_never_opened_is_wrong(state: str, event: Any) -> None:
@@ -1554,8 +1095,7 @@ def test_a_rank_has_its_own_rooms_and_the_effects_of_both_levels_follow_each_oth
 
 
 def test_accepted_is_said_to_the_one_that_binds_and_before_anything_of_the_replay() -> None:
-    b = Bench()
-    b.expect()
+    b = opened()
     b.send()
     b.finish()
     [first, *rest] = [
@@ -1567,10 +1107,55 @@ def test_accepted_is_said_to_the_one_that_binds_and_before_anything_of_the_repla
 
 def test_a_destination_that_a_bug_lost_is_refused_and_the_room_waits_on() -> None:
     """The caller of the exchange says so; without an answer both halves would wait for their deadline."""
-    b = Bench()
-    b.expect()
+    b = opened()
     effects = b.tell(events.AbortTransfer(transfer(), BROKE))
     assert [type(e.message) for e in effects if isinstance(e, events.Send)] == [Failed, Gone]
     assert b.tell(events.AbortTransfer(transfer(), BROKE)) == [], "once"
     b.hear(destination(1, TWO))
     assert b.phases[ROOM][-1].phase is KVPoll.WAITING_FOR_INPUT
+
+
+@pytest.mark.parametrize("fenced_first", [True, False])
+@pytest.mark.parametrize("bound", [True, False])
+def test_rule_11_it_ends_a_retained_room_whose_binding_fails(bound: bool, fenced_first: bool) -> None:
+    """Whether the binding has ended before, after, or still waits for its fences."""
+    b = writing(retain_s=5.0)
+    if bound:
+        b.hear(Declined(transfer(), LEFT, CLAIM))
+    b.hear(Abort(transfer()))
+    if fenced_first:
+        b.fence()
+    if not bound:
+        assert b.phase() is not KVPoll.FAILED
+        b.hear(Declined(transfer(), LEFT, CLAIM))
+    b.fence()
+    assert b.phase() is KVPoll.FAILED
+    assert b.releases[ROOM] == 1
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_a_retained_room_ends_when_its_kv_will_never_be_complete(layers: int | None) -> None:
+    """That of a whole chunk, or of its first layers."""
+    b = bound(retain_s=5.0)
+    ready = ReadyEvent(1, lambda wait, ended: None)
+    b.tell(events.SendChunk(ROOM, Span(0, PROMPT), PAGES, layers=layers, ready=ready))
+    error = TransferFailed("the device has failed")
+    ready.end(error)
+    [write] = b.writes
+    b.tell(events.WriteBroken(write.transfer, write.rank, write.tag, error.info))
+    assert b.error().code is error.info.code
+    b.fence()
+    assert b.releases[ROOM] == 1
+
+
+@pytest.mark.parametrize("attempt", [-1, 2**16, "1"])
+def test_an_attempt_that_cannot_be_is_refused_and_costs_no_page(attempt: Any) -> None:
+    b = opened(decode=ONE, retain_s=5.0)
+    with pytest.raises(InvalidRequest, match="attempt must be in"):
+        b.tell(events.PlaceRoom(ROOM, attempt, TWO))
+    b.end(BROKE)
+    assert b.releases[ROOM] == 1
+    other = RoomKey(8)
+    with pytest.raises(InvalidRequest, match="attempt must be in"):
+        b.expect(other, decode=ONE, attempt=attempt)
+    assert not b.exchange.holds(other)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import uvloop
 
 from segue.kv.errors import SegueError
 from segue.kv.ids import Incarnation, LeaderId, Role
@@ -39,7 +38,6 @@ SECRET = b"a secret of the tests"
 #: When a test is given up: no machine stands still for so long. Nor is a peer that does not get a turn.
 DEADLINE_S = 60.0
 PATIENT = Limits(handshake_s=60.0, connect_s=60.0)
-LOOPS: dict[str, Callable[[Coroutine[Any, Any, Any]], Any]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):

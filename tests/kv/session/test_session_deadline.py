@@ -6,47 +6,28 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hand_loop import HandLoop
 from segue.kv.session.deadline import Deadline
 
 
-class Loop:
-    """Timers that fire when time is told to pass."""
+class Loop(HandLoop):
+    """It counts the timers that are asked of it."""
+
+    made = 0
 
     def __init__(self) -> None:
+        super().__init__()
         self.now = 0.0
-        self.timers: list[Timer] = []
-        self.made = 0
 
-    def time(self) -> float:
-        return self.now
+    def call_at(self, when: float, call: Callable[..., None], *args: object) -> Any:
+        self.made += 1
+        return super().call_at(when, call, *args)
 
     def stand_still_to(self, now: float) -> None:
-        """Nothing fires meanwhile, and all that is due does then."""
-        self.now = now
-        for timer in [timer for timer in self.timers if timer.when <= now]:
-            self.timers.remove(timer)
-            timer.call()
-
-    def call_at(self, when: float, call: Callable[[], None]) -> Timer:
-        self.made += 1
-        self.timers.append(timer := Timer(self, when, call))
-        return timer
+        self.stand_still(now - self.now)
 
     def pass_to(self, now: float) -> None:
-        while due := [timer for timer in self.timers if timer.when <= now]:
-            timer = min(due, key=lambda t: t.when)
-            self.timers.remove(timer)
-            self.now = timer.when
-            timer.call()
-        self.now = now
-
-
-class Timer:
-    def __init__(self, loop: Loop, when: float, call: Callable[[], None]) -> None:
-        self.loop, self.when, self.call = loop, when, call
-
-    def cancel(self) -> None:
-        self.loop.timers.remove(self)
+        self.advance(now - self.now)
 
 
 def made() -> tuple[Any, Deadline, list[float]]:

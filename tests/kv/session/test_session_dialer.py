@@ -9,7 +9,7 @@ import pytest
 from turn_loop import TurnLoop
 
 from segue.kv.backoff import Uniform
-from segue.kv.errors import BootstrapUnreachable, PeerRefused, SegueError
+from segue.kv.errors import BootstrapUnreachable, Internal, PeerRefused, SegueError
 from segue.kv.session.api import Session
 from segue.kv.session.dialer import Dialer
 
@@ -94,6 +94,15 @@ def test_a_peer_that_ends_each_session_at_once_is_dialled_with_pauses() -> None:
     peer.ends_at_once = True
     peer.wait(1.0)
     assert 5 < len(peer.asked) < 15
+
+
+def test_a_bug_does_not_end_the_dialling() -> None:
+    peer = Peer(KeyError("a bug"))  # type: ignore[arg-type]
+    peer.wait(1.0)
+    assert {type(error) for _, error in peer.told} == {Internal}
+    peer.error = None
+    peer.wait(10.0)
+    assert peer.session is not None
 
 
 def test_a_refusal_that_time_does_not_heal_is_told_at_once() -> None:

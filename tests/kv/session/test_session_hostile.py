@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_peers import (
     DEADLINE_S,
-    LOOPS,
     PATIENT,
     SECRET,
     Events,
@@ -35,6 +34,7 @@ from session_peers import (
 
 import segue
 from jumps import Jumps
+from loops import in_loop, on_each_loop
 from segue.kv.errors import DECODE_ERRORS, BootstrapUnreachable, ErrorCode, ErrorInfo, PeerLost
 from segue.kv.limits import Limits
 from segue.kv.session.connection import Connection, State
@@ -69,90 +69,80 @@ from segue.kv.versions import Versions
 UNHURRIED = msgspec.structs.replace(PATIENT, handshake_s=3600.0)
 
 
-@pytest.mark.parametrize("runner", LOOPS)
-def test_a_flood_of_strangers_keeps_nobody_out_and_stays_bounded(runner: str) -> None:
-    async def main() -> None:
-        listener, dialler = node("a", Events(), max_half_open=16, limits=UNHURRIED), node("b", Events())
-        async with closing(dialler, listener):
-            address = await listener.listen("127.0.0.1", 0)
-            strangers = [await RawPeer.dial(*address) for _ in range(100)]
-            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
-            assert session.peer.leader == leader("a")
-            assert listener.pending <= 16
-            assert listener.stats.pending_dropped >= 100 - 16
-            for stranger in strangers:
-                await stranger.close()
-
-    LOOPS[runner](main())
+@on_each_loop
+async def test_a_flood_of_strangers_keeps_nobody_out_and_stays_bounded() -> None:
+    listener, dialler = node("a", Events(), max_half_open=16, limits=UNHURRIED), node("b", Events())
+    async with closing(dialler, listener):
+        address = await listener.listen("127.0.0.1", 0)
+        strangers = [await RawPeer.dial(*address) for _ in range(100)]
+        session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+        assert session.peer.leader == leader("a")
+        assert listener.pending <= 16
+        assert listener.stats.pending_dropped >= 100 - 16
+        for stranger in strangers:
+            await stranger.close()
 
 
-@pytest.mark.parametrize("runner", LOOPS)
 @pytest.mark.parametrize("opening", [b"", b"segue", encode_preamble(Versions(77, 77))])
-def test_200_strangers_keep_nobody_out_and_leave_no_descriptor(runner: str, opening: bytes) -> None:
+@on_each_loop
+async def test_200_strangers_keep_nobody_out_and_leave_no_descriptor(opening: bytes) -> None:
     """Silent ones, ones that begin, and ones that were told why they are refused and stay (linger)."""
 
     def descriptors() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    async def main() -> None:
-        listener = node("a", Events(), limits=UNHURRIED)
-        first, dialler = node("c", Events()), node("b", Events())
-        async with closing(first, dialler, listener):
-            address = await listener.listen("127.0.0.1", 0)
-            await first.connect(*address, timeout_s=DEADLINE_S)  # now the loop has what it opens for itself
-            before = descriptors()
-            strangers = [await RawPeer.dial(*address) for _ in range(200)]
-            for stranger in strangers:
-                stranger.writer.write(opening)
-            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
-            assert session.peer.leader == leader("a")
-            # 200 of theirs, two of the session, and at most as many of ours as strangers may wait.
-            assert descriptors() - before <= 200 + 2 + 128
-            assert listener.pending <= 128
-            for stranger in strangers:
-                await stranger.close()
-            async with asyncio.timeout(DEADLINE_S):
-                while listener.pending or descriptors() > before + 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-
-    LOOPS[runner](main())
+    listener = node("a", Events(), limits=UNHURRIED)
+    first, dialler = node("c", Events()), node("b", Events())
+    async with closing(first, dialler, listener):
+        address = await listener.listen("127.0.0.1", 0)
+        await first.connect(*address, timeout_s=DEADLINE_S)  # now the loop has what it opens for itself
+        before = descriptors()
+        strangers = [await RawPeer.dial(*address) for _ in range(200)]
+        for stranger in strangers:
+            stranger.writer.write(opening)
+        session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+        assert session.peer.leader == leader("a")
+        # 200 of theirs, two of the session, and at most as many of ours as strangers may wait.
+        assert descriptors() - before <= 200 + 2 + 128
+        assert listener.pending <= 128
+        for stranger in strangers:
+            await stranger.close()
+        async with asyncio.timeout(DEADLINE_S):
+            while listener.pending or descriptors() > before + 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
-def test_a_stranger_that_says_nothing_is_cut_after_the_handshake_deadline() -> None:
-    async def main() -> None:
-        listener, jumps = node("a", Events()), Jumps()
-        async with closing(listener):
-            address = await listener.listen("127.0.0.1", 0)
-            mute, halfway = await RawPeer.dial(*address), await RawPeer.dial(*address)
-            await halfway.preamble()
-            halfway.send(hello("b"))
-            assert isinstance(await halfway.frame(), SessionHello)
-            assert listener.pending == 2
-            jumps.over(PATIENT.handshake_s)
-            await mute.ended()
-            await halfway.ended()
-            assert listener.stats.handshakes_late == 2
-            assert not listener.pending
-            await mute.close()
-            await halfway.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_a_stranger_that_says_nothing_is_cut_after_the_handshake_deadline() -> None:
+    listener, jumps = node("a", Events()), Jumps()
+    async with closing(listener):
+        address = await listener.listen("127.0.0.1", 0)
+        mute, halfway = await RawPeer.dial(*address), await RawPeer.dial(*address)
+        await halfway.preamble()
+        halfway.send(hello("b"))
+        assert isinstance(await halfway.frame(), SessionHello)
+        assert listener.pending == 2
+        jumps.over(PATIENT.handshake_s)
+        await mute.ended()
+        await halfway.ended()
+        assert listener.stats.handshakes_late == 2
+        assert not listener.pending
+        await mute.close()
+        await halfway.close()
 
 
-def test_a_listener_that_says_nothing_is_given_up_after_the_handshake_deadline() -> None:
-    async def main() -> None:
-        async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
+@in_loop
+async def test_a_listener_that_says_nothing_is_given_up_after_the_handshake_deadline() -> None:
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
 
-        server = await asyncio.start_server(mute, "127.0.0.1", 0)
-        dialler = node("b", Events(), limits=Limits(handshake_s=0.05))
-        async with closing(dialler), server:
-            with pytest.raises(BootstrapUnreachable, match="handshake"):
-                await dialler.connect(*server.sockets[0].getsockname(), timeout_s=DEADLINE_S)
-
-    asyncio.run(main())
+    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    dialler = node("b", Events(), limits=Limits(handshake_s=0.05))
+    async with closing(dialler), server:
+        with pytest.raises(BootstrapUnreachable, match="handshake"):
+            await dialler.connect(*server.sockets[0].getsockname(), timeout_s=DEADLINE_S)
 
 
 def _huge(kind: int, length: int) -> bytes:
@@ -188,31 +178,29 @@ def refusal_in(said: bytes) -> ErrorInfo | None:
 
 
 @pytest.mark.parametrize("opening", BAD_OPENINGS)
-def test_lesson_17_a_stranger_with_wrong_bytes_costs_its_own_connection_only(opening: str) -> None:
-    async def main() -> None:
-        here = Events()
-        listener, dialler = node("a", here), node("b", Events())
-        async with closing(dialler, listener):
-            address = await listener.listen("127.0.0.1", 0)
-            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
-            stranger = await RawPeer.dial(*address)
-            stranger.writer.write(BAD_OPENINGS[opening])
-            told = refusal_in(await stranger.ended())
-            assert listener.stats.bad_frames + listener.stats.refused == 1
-            if opening == "http":
-                assert told is None, "it would not understand"
-            else:
-                # What the network has changed may be tried again; what a peer says wrongly is said again.
-                changed = opening.startswith("changed")
-                code = ErrorCode.BOOTSTRAP_UNREACHABLE if changed else ErrorCode.PEER_REFUSED
-                assert told is not None
-                assert (told.code, told.retryable) == (code, changed)
-            session.send(Note(1))
-            assert await here.wait("received") == [Note(1)]
-            assert not here.of("closed")
-            await stranger.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_lesson_17_a_stranger_with_wrong_bytes_costs_its_own_connection_only(opening: str) -> None:
+    here = Events()
+    listener, dialler = node("a", here), node("b", Events())
+    async with closing(dialler, listener):
+        address = await listener.listen("127.0.0.1", 0)
+        session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+        stranger = await RawPeer.dial(*address)
+        stranger.writer.write(BAD_OPENINGS[opening])
+        told = refusal_in(await stranger.ended())
+        assert listener.stats.bad_frames + listener.stats.refused == 1
+        if opening == "http":
+            assert told is None, "it would not understand"
+        else:
+            # What the network has changed may be tried again; what a peer says wrongly is said again.
+            changed = opening.startswith("changed")
+            code = ErrorCode.BOOTSTRAP_UNREACHABLE if changed else ErrorCode.PEER_REFUSED
+            assert told is not None
+            assert (told.code, told.retryable) == (code, changed)
+        session.send(Note(1))
+        assert await here.wait("received") == [Note(1)]
+        assert not here.of("closed")
+        await stranger.close()
 
 
 async def _prove(stranger: RawPeer, mine: SessionHello, *, as_listener: bool = False) -> bytes:
@@ -234,8 +222,8 @@ async def _says_hello_twice(stranger: RawPeer) -> None:
     stranger.send(hello("b"), hello("b"))
 
 
-async def _guesses(stranger: RawPeer) -> None:
-    stranger.send(hello("b"), Proof(b"x" * 32))
+async def _guesses(stranger: RawPeer, proof: bytes) -> None:
+    stranger.send(hello("b"), Proof(proof))
 
 
 async def _sends_our_nonce_back(stranger: RawPeer) -> None:
@@ -263,35 +251,44 @@ async def _replays(stranger: RawPeer) -> None:
     [
         (_says_hello_twice, ErrorCode.PEER_REFUSED),
         (partial(_claims, incarnation=leader("a").incarnation), ErrorCode.PEER_REFUSED),
-        (partial(_claims, keepalive_s=1e6), ErrorCode.PEER_REFUSED),
+        (partial(_claims, keepalive_s=PATIENT.peer_silence_s), ErrorCode.PEER_REFUSED),
         (partial(_claims, keyed=False), ErrorCode.UNAUTHORIZED),
-        (_guesses, ErrorCode.UNAUTHORIZED),
+        (partial(_guesses, proof=b"x" * 32), ErrorCode.UNAUTHORIZED),
+        (partial(_guesses, proof=b""), ErrorCode.UNAUTHORIZED),
         (_sends_our_nonce_back, ErrorCode.UNAUTHORIZED),
         (_sends_our_proof_back, ErrorCode.UNAUTHORIZED),
         (_replays, ErrorCode.UNAUTHORIZED),
     ],
-    ids=["twice", "our name", "rare pings", "no key", "guess", "nonce back", "proof back", "replay"],
+    ids=[
+        "twice",
+        "our name",
+        "rare pings",
+        "no key",
+        "guess",
+        "empty proof",
+        "nonce back",
+        "proof back",
+        "replay",
+    ],
 )
-def test_a_stranger_without_a_proof_of_its_own_is_told_why_and_let_in_nowhere(
+@in_loop
+async def test_a_stranger_without_a_proof_of_its_own_is_told_why_and_let_in_nowhere(
     attack: Callable[[RawPeer], Awaitable[None]], code: ErrorCode
 ) -> None:
-    async def main() -> None:
-        here = Events()
-        listener = node("a", here)
-        async with closing(listener):
-            stranger = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
-            await stranger.preamble()
-            await attack(stranger)
-            last = None
-            while not isinstance(last, SessionRefused):
-                last = await stranger.frame()
-            assert last.error.code is code
-            await stranger.ended()
-            assert not listener.sessions
-            assert not here.peers + here.log
-            await stranger.close()
-
-    asyncio.run(main())
+    here = Events()
+    listener = node("a", here)
+    async with closing(listener):
+        stranger = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
+        await stranger.preamble()
+        await attack(stranger)
+        last = None
+        while not isinstance(last, SessionRefused):
+            last = await stranger.frame()
+        assert last.error.code is code
+        await stranger.ended()
+        assert not listener.sessions
+        assert not here.peers + here.log
+        await stranger.close()
 
 
 BAD_MESSAGES: dict[str, bytes] = {
@@ -348,33 +345,29 @@ def test_lesson_17_a_message_that_does_not_decode_is_counted_and_ends_only_that_
     ],
     ids=lambda frame: type(frame).__name__,
 )
-def test_a_frame_of_the_opening_on_an_open_session_ends_it(frame: SessionFrame) -> None:
-    async def main() -> None:
-        here = Events()
-        listener = node("a", here)
-        async with closing(listener):
-            confused = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
-            await confused.open("c")
-            confused.send(frame)
-            assert "on an open session" in str((await here.wait("closed"))[0])
-            assert listener.stats.bad_frames == 1
-            await confused.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_a_frame_of_the_opening_on_an_open_session_ends_it(frame: SessionFrame) -> None:
+    here = Events()
+    listener = node("a", here)
+    async with closing(listener):
+        confused = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
+        await confused.open("c")
+        confused.send(frame)
+        assert "on an open session" in str((await here.wait("closed"))[0])
+        assert listener.stats.bad_frames == 1
+        await confused.close()
 
 
-def test_a_huge_frame_on_an_open_session_ends_only_that_session() -> None:
-    async def main() -> None:
-        here = Events()
-        listener = node("a", here, limits=Limits(max_frame_bytes=10_000))
-        async with closing(listener):
-            broken = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
-            await broken.open("c")
-            broken.writer.write(_huge(KIND_MESSAGE, 10_001))
-            assert "10001" in str((await here.wait("closed"))[0])
-            await broken.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_a_huge_frame_on_an_open_session_ends_only_that_session() -> None:
+    here = Events()
+    listener = node("a", here, limits=Limits(max_frame_bytes=10_000))
+    async with closing(listener):
+        broken = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
+        await broken.open("c")
+        broken.writer.write(_huge(KIND_MESSAGE, 10_001))
+        assert "10001" in str((await here.wait("closed"))[0])
+        await broken.close()
 
 
 def test_lesson_17_nothing_here_knows_pickle() -> None:
@@ -454,32 +447,28 @@ def _feed(connection: Connection, data: bytes, sizes: list[int]) -> None:
         at += len(piece)
 
 
-def test_a_dial_that_was_given_up_before_its_socket_was_there_leaves_no_socket() -> None:
-    async def main() -> None:
-        me, transport = node("a", Events()), FakeTransport()
-        connection = Connection(me, dialling=True, loop=asyncio.get_running_loop())
-        connection.end(BootstrapUnreachable("the caller gave up"), tell=False)
-        connection.connection_made(transport)  # type: ignore[arg-type]
-        assert transport.aborted
-        assert not transport.written
-        await me.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_a_dial_that_was_given_up_before_its_socket_was_there_leaves_no_socket() -> None:
+    me, transport = node("a", Events()), FakeTransport()
+    connection = Connection(me, dialling=True, loop=asyncio.get_running_loop())
+    connection.end(BootstrapUnreachable("the caller gave up"), tell=False)
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    assert transport.aborted
+    assert not transport.written
+    await me.close()
 
 
 @pytest.mark.parametrize(("host", "alone"), [("10.0.0.5", False), ("127.0.0.1", True), ("::1", True)])
-def test_without_a_secret_nobody_from_elsewhere_is_let_in_either(host: str, alone: bool) -> None:
-    async def main() -> None:
-        for secret in (None, b"a secret of the tests"):
-            me, transport = node("a", Events(), secret=secret), FakeTransport(host)
-            connection = Connection(me, dialling=False, loop=asyncio.get_running_loop())
-            connection.connection_made(transport)  # type: ignore[arg-type]
-            assert (connection.state is not State.ENDED) == (alone or secret is not None)
-            assert transport.written.startswith(OURS) == (alone or secret is not None)
-            connection.connection_lost(None)
-            await me.close()
-
-    asyncio.run(main())
+@in_loop
+async def test_without_a_secret_nobody_from_elsewhere_is_let_in_either(host: str, alone: bool) -> None:
+    for secret in (None, b"a secret of the tests"):
+        me, transport = node("a", Events(), secret=secret), FakeTransport(host)
+        connection = Connection(me, dialling=False, loop=asyncio.get_running_loop())
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        assert (connection.state is not State.ENDED) == (alone or secret is not None)
+        assert transport.written.startswith(OURS) == (alone or secret is not None)
+        connection.connection_lost(None)
+        await me.close()
 
 
 _FRAMES = st.one_of(
@@ -499,165 +488,126 @@ _FRAMES = st.one_of(
     st.booleans(),
     st.booleans(),
 )
-def test_lesson_17_no_bytes_open_a_session_without_the_secret(
+@in_loop
+async def test_lesson_17_no_bytes_open_a_session_without_the_secret(
     frames: list[bytes], sizes: list[int], good_preamble: bool, dialling: bool
 ) -> None:
-    async def main() -> None:
-        here = Events()
-        me = node("a", here)
-        connection = Connection(me, dialling=dialling, loop=asyncio.get_running_loop())
-        transport = FakeTransport()
-        connection.connection_made(transport)  # type: ignore[arg-type]
-        _feed(connection, (OURS if good_preamble else b"") + b"".join(frames), sizes)
-        assert connection.state is not State.OPEN
-        assert not here.peers
-        assert not here.log
-        assert len(transport.written) < 4 * HANDSHAKE_FRAME_BYTES
-        connection.connection_lost(None)
-        await me.close()
-
-    asyncio.run(main())
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=8), st.lists(st.integers(1, 9000), max_size=5))
-def test_frames_survive_any_way_of_being_cut(lengths: list[int], sizes: list[int]) -> None:
-    async def main() -> None:
-        here = Events()
-        me = node("a", here)
-        connection = Connection(me, dialling=False, loop=asyncio.get_running_loop())
-        connection.connection_made(FakeTransport())  # type: ignore[arg-type]
-        # What the framing does once the session is open; how it opens is shown elsewhere.
-        connection.state, connection.handler = State.OPEN, here
-        connection._inbox.max_frame_bytes = 2**20
-        notes = [Note(i, bytes([i]) * (n * (50 if i == 3 else 1))) for i, n in enumerate(lengths)]
-        bodies = [msgspec.msgpack.encode(note) for note in notes]
-        _feed(connection, b"".join(pack_frame(KIND_MESSAGE, b) for b in bodies), sizes)
-        assert here.of("received") == notes
-        connection.state = State.HANDSHAKE
-        connection.connection_lost(None)
-
-    asyncio.run(main())
+    here = Events()
+    me = node("a", here)
+    connection = Connection(me, dialling=dialling, loop=asyncio.get_running_loop())
+    transport = FakeTransport()
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    _feed(connection, (OURS if good_preamble else b"") + b"".join(frames), sizes)
+    assert connection.state is not State.OPEN
+    assert not here.peers
+    assert not here.log
+    assert len(transport.written) < 4 * HANDSHAKE_FRAME_BYTES
+    connection.connection_lost(None)
+    await me.close()
 
 
 # ---- silence, slowness --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runner", LOOPS)
-def test_a_silent_peer_is_lost_and_talking_ones_are_kept(runner: str) -> None:
-    async def main() -> None:
-        here, there = Events(), Events()
-        limits = Limits(keepalive_s=0.05, peer_silence_s=0.4)
-        listener, talker = node("a", here, limits=limits), node("b", there, limits=limits)
-        async with closing(talker, listener):
-            address = await listener.listen("127.0.0.1", 0)
-            silent = await RawPeer.dial(*address)
-            await silent.open("c")
-            await talker.connect(*address, timeout_s=DEADLINE_S)
-            await here.wait("opened", 2)
-            lost = (await here.wait("closed"))[0]
-            assert isinstance(lost, PeerLost)
-            assert "silent" in str(lost)
-            # The silent peer heard us all the time: keepalive runs in both directions by itself.
-            said = await silent.ended()
-            assert said.count(encode_frame(Ping())) >= 3
-            assert said.endswith(encode_frame(Bye(lost.info))), "it may only have been slow, and hears why"
-            assert list(listener.sessions) == [leader("b")]
-            assert list(talker.sessions) == [leader("a")]
-            await silent.close()
-
-    LOOPS[runner](main())
+@on_each_loop
+async def test_a_silent_peer_is_lost_and_talking_ones_are_kept() -> None:
+    here, there = Events(), Events()
+    limits = Limits(keepalive_s=0.05, peer_silence_s=0.4)
+    listener, talker = node("a", here, limits=limits), node("b", there, limits=limits)
+    async with closing(talker, listener):
+        address = await listener.listen("127.0.0.1", 0)
+        silent = await RawPeer.dial(*address)
+        await silent.open("c")
+        await talker.connect(*address, timeout_s=DEADLINE_S)
+        await here.wait("opened", 2)
+        lost = (await here.wait("closed"))[0]
+        assert isinstance(lost, PeerLost)
+        assert "silent" in str(lost)
+        # The silent peer heard us all the time: keepalive runs in both directions by itself.
+        said = await silent.ended()
+        assert said.count(encode_frame(Ping())) >= 3
+        assert said.endswith(encode_frame(Bye(lost.info))), "it may only have been slow, and hears why"
+        assert list(listener.sessions) == [leader("b")]
+        assert list(talker.sessions) == [leader("a")]
+        await silent.close()
 
 
-@pytest.mark.parametrize("runner", LOOPS)
-def test_one_slow_peer_does_not_delay_the_detection_of_anothers_silence(runner: str) -> None:
-    async def main() -> None:
-        here = Events()
-        limits = Limits(keepalive_s=0.05, peer_silence_s=0.3, max_session_backlog_bytes=2**30)
-        listener = node("a", here, limits=limits)
-        async with closing(listener):
-            address = await listener.listen("127.0.0.1", 0)
-            slow = await RawPeer.dial(*address, receive_buffer=4096)
-            await slow.open("b")
-            await here.wait("opened")
-            for i in range(50):
-                here.sessions[0].send(Note(i, b"x" * 500_000))
-            silent = await RawPeer.dial(*address)
-            await silent.open("c")
-            await here.wait("opened", 2)
+@on_each_loop
+async def test_one_slow_peer_does_not_delay_the_detection_of_anothers_silence() -> None:
+    here = Events()
+    limits = Limits(keepalive_s=0.05, peer_silence_s=0.3, max_session_backlog_bytes=2**30)
+    listener = node("a", here, limits=limits)
+    async with closing(listener):
+        address = await listener.listen("127.0.0.1", 0)
+        slow = await RawPeer.dial(*address, receive_buffer=4096)
+        await slow.open("b")
+        await here.wait("opened")
+        for i in range(50):
+            here.sessions[0].send(Note(i, b"x" * 500_000))
+        silent = await RawPeer.dial(*address)
+        await silent.open("c")
+        await here.wait("opened", 2)
 
-            async def talk() -> None:
-                while True:
-                    slow.send(Ping())
-                    await asyncio.sleep(0.02)
+        async def talk() -> None:
+            while True:
+                slow.send(Ping())
+                await asyncio.sleep(0.02)
 
-            talking = asyncio.create_task(talk())
-            await here.wait("closed")
-            assert list(listener.sessions) == [leader("b")]
-            talking.cancel()
-            await silent.close()
-            await slow.close()
-
-    LOOPS[runner](main())
+        talking = asyncio.create_task(talk())
+        await here.wait("closed")
+        assert list(listener.sessions) == [leader("b")]
+        talking.cancel()
+        await silent.close()
+        await slow.close()
 
 
-def test_our_own_pause_is_not_the_peers_silence() -> None:
-    async def main() -> None:
-        here, there = Events(), Events()
-        limits = Limits(keepalive_s=0.05, peer_silence_s=0.2)
-        listener, dialler = node("a", here, limits=limits), node("b", there, limits=limits)
-        async with closing(dialler, listener):
-            address = await listener.listen("127.0.0.1", 0)
-            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
-            time.sleep(0.5)  # noqa: ASYNC251  the whole process stands still, as under SIGSTOP
-            session.send(Note(1))
-            await here.wait("received")
-            assert not here.of("closed") + there.of("closed")
-
-    asyncio.run(main())
+@in_loop
+async def test_our_own_pause_is_not_the_peers_silence() -> None:
+    here, there = Events(), Events()
+    limits = Limits(keepalive_s=0.05, peer_silence_s=0.2)
+    listener, dialler = node("a", here, limits=limits), node("b", there, limits=limits)
+    async with closing(dialler, listener):
+        address = await listener.listen("127.0.0.1", 0)
+        session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+        time.sleep(0.5)  # noqa: ASYNC251  the whole process stands still, as under SIGSTOP
+        session.send(Note(1))
+        await here.wait("received")
+        assert not here.of("closed") + there.of("closed")
 
 
-@pytest.mark.parametrize("runner", LOOPS)
-def test_a_peer_that_does_not_read_is_lost_at_the_backlog_limit(runner: str) -> None:
-    async def main() -> None:
-        here = Events()
-        listener = node("a", here, limits=Limits(max_session_backlog_bytes=1_000_000))
-        async with closing(listener):
-            raw = await RawPeer.dial(*await listener.listen("127.0.0.1", 0), receive_buffer=4096)
-            await raw.open("b")
-            await here.wait("opened")
-            session: Any = here.sessions[0]
-            for i in range(2000):
-                session.send(Note(i, b"x" * 100_000))
-                assert session.wire.backlog_bytes <= 1_000_000 + 100_100
-                if not listener.sessions:
-                    break
-            assert not here.of("closed")  # never inside the sender's own call
-            error = (await here.wait("closed"))[0]
-            assert isinstance(error, PeerLost)
-            assert "does not read" in str(error)
-            await raw.close()
-
-    LOOPS[runner](main())
+@on_each_loop
+async def test_a_peer_that_does_not_read_is_lost_at_the_backlog_limit() -> None:
+    here = Events()
+    listener = node("a", here, limits=Limits(max_session_backlog_bytes=1_000_000))
+    async with closing(listener):
+        raw = await RawPeer.dial(*await listener.listen("127.0.0.1", 0), receive_buffer=4096)
+        await raw.open("b")
+        await here.wait("opened")
+        session: Any = here.sessions[0]
+        for i in range(2000):
+            session.send(Note(i, b"x" * 100_000))
+            assert session.wire.backlog_bytes <= 1_000_000 + 100_100
+            if not listener.sessions:
+                break
+        assert not here.of("closed")  # never inside the sender's own call
+        error = (await here.wait("closed"))[0]
+        assert isinstance(error, PeerLost)
+        assert "does not read" in str(error)
+        await raw.close()
 
 
-def test_what_is_gathered_for_one_write_counts_as_backlog_too() -> None:
+@in_loop
+async def test_what_is_gathered_for_one_write_counts_as_backlog_too() -> None:
     """A burst within one turn must not take any memory it likes."""
-
-    async def main() -> None:
-        here = Events()
-        listener = node(
-            "a", here, limits=msgspec.structs.replace(PATIENT, max_session_backlog_bytes=1_000_000)
-        )
-        async with closing(listener):
-            raw = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
-            await raw.open("b")
-            await here.wait("opened")
-            listener.gather()
-            for number in range(12):
-                here.sessions[0].send(Note(number, b"x" * 100_000))
-            assert not listener.sessions
-            assert "does not read" in str((await here.wait("closed"))[0])
-            await raw.close()
-
-    asyncio.run(main())
+    here = Events()
+    listener = node("a", here, limits=msgspec.structs.replace(PATIENT, max_session_backlog_bytes=1_000_000))
+    async with closing(listener):
+        raw = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
+        await raw.open("b")
+        await here.wait("opened")
+        listener.gather()
+        for number in range(12):
+            here.sessions[0].send(Note(number, b"x" * 100_000))
+        assert not listener.sessions
+        assert "does not read" in str((await here.wait("closed"))[0])
+        await raw.close()

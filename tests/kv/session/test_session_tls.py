@@ -9,8 +9,9 @@ import ssl
 from pathlib import Path
 
 import pytest
-from session_peers import DEADLINE_S, LOOPS, Events, Note, RawPeer, closing, incarnation, node
+from session_peers import DEADLINE_S, Events, Note, RawPeer, closing, incarnation, node
 
+from loops import LOOPS, in_loop, on_each_loop
 from segue.kv.errors import BootstrapUnreachable, ConfigError, PeerRefused, SegueError, Unauthorized
 from segue.kv.limits import Limits
 from segue.kv.session.node import SessionNode
@@ -39,69 +40,60 @@ def config(files: TlsFiles) -> TlsConfig:
     return TlsConfig(tls_cert=str(files.cert), tls_key=str(files.key), tls_ca=str(files.ca))
 
 
-@pytest.mark.parametrize("runner", LOOPS)
-def test_sessions_run_over_mutual_tls(runner: str, authority: Authority) -> None:
-    async def main() -> None:
-        here, there = Events(payload=b"p" * 50_000), Events()
-        listener = node("a", here, tls=authority.issue().load())
-        dialler = node("b", there, tls=authority.issue("10.1.1.1").load())
-        async with closing(dialler, listener):
-            session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
-            session.send(Note(1, b"x" * 300_000))
-            assert await here.wait("received") == [Note(1, b"x" * 300_000)]
-            here.sessions[0].send(Note(2, b"y" * 300_000))
-            assert await there.wait("received") == [Note(2, b"y" * 300_000)]
-            assert listener.pending == 0
-
-    LOOPS[runner](main())
+@on_each_loop
+async def test_sessions_run_over_mutual_tls(authority: Authority) -> None:
+    here, there = Events(payload=b"p" * 50_000), Events()
+    listener = node("a", here, tls=authority.issue().load())
+    dialler = node("b", there, tls=authority.issue("10.1.1.1").load())
+    async with closing(dialler, listener):
+        session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+        session.send(Note(1, b"x" * 300_000))
+        assert await here.wait("received") == [Note(1, b"x" * 300_000)]
+        here.sessions[0].send(Note(2, b"y" * 300_000))
+        assert await there.wait("received") == [Note(2, b"y" * 300_000)]
+        assert listener.pending == 0
 
 
-@pytest.mark.parametrize("runner", LOOPS)
-def test_nothing_of_a_session_can_be_read_on_the_way(runner: str, authority: Authority) -> None:
-    async def main() -> None:
-        seen = bytearray()
+@on_each_loop
+async def test_nothing_of_a_session_can_be_read_on_the_way(authority: Authority) -> None:
+    seen = bytearray()
 
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-                while data := await source.read(65536):
-                    seen.extend(data)
-                    sink.write(data)
-                sink.close()
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(65536):
+                seen.extend(data)
+                sink.write(data)
+            sink.close()
 
-            there = await asyncio.open_connection(*address)
-            await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
+        there = await asyncio.open_connection(*address)
+        await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
 
-        here = Events(payload=b"our payload " * 20)
-        listener = node("a", here, tls=authority.issue().load())
-        dialler = node("b", Events(), tls=authority.issue().load())
-        async with closing(dialler, listener):
-            address = await listener.listen("127.0.0.1", 0)
-            tap = await asyncio.start_server(relay, "127.0.0.1", 0)
-            session = await dialler.connect(*tap.sockets[0].getsockname(), timeout_s=DEADLINE_S)
-            session.send(Note(1, b"the prompt of somebody " * 10))
-            await here.wait("received")
-            await dialler.close()
-            tap.close()
-        assert len(seen) > 1000
-        for secret in (b"the prompt", b"our payload", b"segue\x00", incarnation("a").encode()):
-            assert secret not in seen
-
-    LOOPS[runner](main())
+    here = Events(payload=b"our payload " * 20)
+    listener = node("a", here, tls=authority.issue().load())
+    dialler = node("b", Events(), tls=authority.issue().load())
+    async with closing(dialler, listener):
+        address = await listener.listen("127.0.0.1", 0)
+        tap = await asyncio.start_server(relay, "127.0.0.1", 0)
+        session = await dialler.connect(*tap.sockets[0].getsockname(), timeout_s=DEADLINE_S)
+        session.send(Note(1, b"the prompt of somebody " * 10))
+        await here.wait("received")
+        await dialler.close()
+        tap.close()
+    assert len(seen) > 1000
+    for secret in (b"the prompt", b"our payload", b"segue\x00", incarnation("a").encode()):
+        assert secret not in seen
 
 
-@pytest.mark.parametrize("runner", LOOPS)
-def test_a_plain_dialler_hears_that_tls_is_spoken_here(runner: str, authority: Authority) -> None:
-    async def main() -> None:
-        here = Events()
-        listener = node("a", here, tls=authority.issue().load())
-        plain = node("d", Events())
-        async with closing(plain, listener):
-            with pytest.raises(PeerRefused, match=r"only TLS is spoken here.*--tls-cert"):
-                await plain.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
-            assert listener.stats.refused == 1
-            assert not here.log
-
-    LOOPS[runner](main())
+@on_each_loop
+async def test_a_plain_dialler_hears_that_tls_is_spoken_here(authority: Authority) -> None:
+    here = Events()
+    listener = node("a", here, tls=authority.issue().load())
+    plain = node("d", Events())
+    async with closing(plain, listener):
+        with pytest.raises(PeerRefused, match=r"only TLS is spoken here.*--tls-cert"):
+            await plain.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+        assert listener.stats.refused == 1
+        assert not here.log
 
 
 @pytest.mark.parametrize("runner", LOOPS)
@@ -143,55 +135,45 @@ def test_a_certificate_of_another_authority_is_refused_with_a_reason_on_both_sid
     assert "its certificate is not valid here" in caplog.text
 
 
-def test_the_certificate_of_one_host_does_not_pass_for_another(authority: Authority) -> None:
-    async def main() -> None:
-        listener = node("a", Events(), tls=authority.issue("10.9.9.9").load())
-        dialler = node("b", Events(), tls=authority.issue().load())
-        async with closing(dialler, listener):
-            with pytest.raises(Unauthorized, match=r"127\.0\.0\.1"):
-                await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
-
-    asyncio.run(main())
+@in_loop
+async def test_the_certificate_of_one_host_does_not_pass_for_another(authority: Authority) -> None:
+    listener = node("a", Events(), tls=authority.issue("10.9.9.9").load())
+    dialler = node("b", Events(), tls=authority.issue().load())
+    async with closing(dialler, listener):
+        with pytest.raises(Unauthorized, match=r"127\.0\.0\.1"):
+            await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
 
 
-@pytest.mark.parametrize("runner", LOOPS)
-def test_a_silent_peer_before_tls_is_cut_after_the_handshake_deadline(
-    runner: str, authority: Authority
-) -> None:
-    async def main() -> None:
-        limits = Limits(handshake_s=0.1)
-        listener = node("a", Events(), tls=authority.issue().load(), limits=limits)
-        async with closing(listener):
-            address = await listener.listen("127.0.0.1", 0)
-            mute, halfway = await RawPeer.dial(*address), await RawPeer.dial(*address)
-            halfway.writer.write(b"\x16\x03\x01\x02\x00\x01")  # a hello that never ends
-            assert await mute.ended() == b""
-            await halfway.ended()
-            await nobody_waits(listener)
-            assert listener.stats.opened == 0
-            await mute.close()
-            await halfway.close()
-
-    LOOPS[runner](main())
+@on_each_loop
+async def test_a_silent_peer_before_tls_is_cut_after_the_handshake_deadline(authority: Authority) -> None:
+    limits = Limits(handshake_s=0.1)
+    listener = node("a", Events(), tls=authority.issue().load(), limits=limits)
+    async with closing(listener):
+        address = await listener.listen("127.0.0.1", 0)
+        mute, halfway = await RawPeer.dial(*address), await RawPeer.dial(*address)
+        halfway.writer.write(b"\x16\x03\x01\x02\x00\x01")  # a hello that never ends
+        assert await mute.ended() == b""
+        await halfway.ended()
+        await nobody_waits(listener)
+        assert listener.stats.opened == 0
+        await mute.close()
+        await halfway.close()
 
 
-@pytest.mark.parametrize("runner", LOOPS)
-def test_a_flood_before_tls_is_bounded_and_a_good_peer_gets_in(runner: str, authority: Authority) -> None:
-    async def main() -> None:
-        unhurried = Limits(handshake_s=3600.0)  # whoever goes makes room for others, and is not late
-        tls = authority.issue().load()
-        listener = node("a", Events(), tls=tls, max_half_open=8, limits=unhurried)
-        dialler = node("b", Events(), tls=authority.issue().load())
-        async with closing(dialler, listener):
-            address = await listener.listen("127.0.0.1", 0)
-            strangers = [await RawPeer.dial(*address) for _ in range(40)]
-            await dialler.connect(*address, timeout_s=DEADLINE_S)
-            assert listener.pending <= 8
-            assert listener.stats.pending_dropped >= 40 - 8
-            for each in strangers:
-                await each.close()
-
-    LOOPS[runner](main())
+@on_each_loop
+async def test_a_flood_before_tls_is_bounded_and_a_good_peer_gets_in(authority: Authority) -> None:
+    unhurried = Limits(handshake_s=3600.0)  # whoever goes makes room for others, and is not late
+    tls = authority.issue().load()
+    listener = node("a", Events(), tls=tls, max_half_open=8, limits=unhurried)
+    dialler = node("b", Events(), tls=authority.issue().load())
+    async with closing(dialler, listener):
+        address = await listener.listen("127.0.0.1", 0)
+        strangers = [await RawPeer.dial(*address) for _ in range(40)]
+        await dialler.connect(*address, timeout_s=DEADLINE_S)
+        assert listener.pending <= 8
+        assert listener.stats.pending_dropped >= 40 - 8
+        for each in strangers:
+            await each.close()
 
 
 # ---- files --------------------------------------------------------------------------------------

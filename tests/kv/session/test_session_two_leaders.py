@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from session_peers import DEADLINE_S, Events, Note, closing, leader, node
 
+from loops import in_loop
 from segue.kv.errors import PeerLost, PeerRefused
 from segue.kv.ids import Role
 from segue.kv.session.node import SessionNode
 
-Address = tuple[str, int]
-Body = Callable[[SessionNode, Events, list[SessionNode], list[Events], list[Address]], Awaitable[None]]
+Met = tuple[SessionNode, Events, list[SessionNode], list[Events], list[tuple[str, int]]]
 
 
-def meet(body: Body) -> None:
-    """One node, and two leaders of the incarnation `a` that listen."""
-
-    async def main() -> None:
-        here, theirs = Events(), [Events(), Events()]
-        one = node("b", here, role=Role.FRONTEND)
-        two = [node("a", theirs[rank], me=leader("a", rank)) for rank in (0, 1)]
-        async with closing(one, *two):
-            at = [await each.listen("127.0.0.1", 0) for each in two]
-            await body(one, here, two, theirs, at)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def met() -> AsyncIterator[Met]:
+    """One node, and two leaders of the incarnation `a` that listen: each with what it hears, and where."""
+    here, theirs = Events(), [Events(), Events()]
+    one = node("b", here, role=Role.FRONTEND)
+    two = [node("a", theirs[rank], me=leader("a", rank)) for rank in (0, 1)]
+    async with closing(one, *two):
+        yield one, here, two, theirs, [await each.listen("127.0.0.1", 0) for each in two]
 
 
-def test_each_has_a_session_of_its_own_and_the_end_of_one_is_not_the_others() -> None:
-    async def body(
-        one: SessionNode, here: Events, two: list[SessionNode], theirs: list[Events], at: list[Address]
-    ) -> None:
+@in_loop
+async def test_each_has_a_session_of_its_own_and_the_end_of_one_is_not_the_others() -> None:
+    async with met() as (one, here, _two, theirs, at):
         first, second = [
             await one.connect(*at[rank], expect=leader("a", rank), timeout_s=DEADLINE_S) for rank in (0, 1)
         ]
@@ -51,13 +47,12 @@ def test_each_has_a_session_of_its_own_and_the_end_of_one_is_not_the_others() ->
         assert await theirs[1].wait("received", 2) == [Note(1), Note(2)]
         assert not theirs[1].of("closed")
 
-    meet(body)
 
-
-def test_one_at_the_other_s_address_is_refused_as_a_mistake_and_neither_is_taken_for_restarted() -> None:
-    async def body(
-        one: SessionNode, here: Events, two: list[SessionNode], theirs: list[Events], at: list[Address]
-    ) -> None:
+@in_loop
+async def test_one_at_the_other_s_address_is_refused_as_a_mistake_and_neither_is_taken_for_restarted() -> (
+    None
+):
+    async with met() as (one, here, _two, theirs, at):
         first = await one.connect(*at[0], expect=leader("a", 0), timeout_s=DEADLINE_S)
         with pytest.raises(PeerRefused, match="an instance has registered the wrong ports"):
             await one.connect(*at[0], expect=leader("a", 1), timeout_s=DEADLINE_S)
@@ -68,13 +63,10 @@ def test_one_at_the_other_s_address_is_refused_as_a_mistake_and_neither_is_taken
         second = await one.connect(*at[1], expect=leader("a", 1), timeout_s=DEADLINE_S)
         assert set(one.sessions.values()) == {first, second}
 
-    meet(body)
 
-
-def test_two_leaders_of_one_incarnation_that_dial_each_other_agree_on_one_session() -> None:
-    async def body(
-        one: SessionNode, here: Events, two: list[SessionNode], theirs: list[Events], at: list[Address]
-    ) -> None:
+@in_loop
+async def test_two_leaders_of_one_incarnation_that_dial_each_other_agree_on_one_session() -> None:
+    async with met() as (_one, _here, two, theirs, at):
         first, second = await asyncio.gather(
             two[0].connect(*at[1], expect=leader("a", 1), timeout_s=DEADLINE_S),
             two[1].connect(*at[0], expect=leader("a", 0), timeout_s=DEADLINE_S),
@@ -85,23 +77,17 @@ def test_two_leaders_of_one_incarnation_that_dial_each_other_agree_on_one_sessio
         assert await theirs[0].wait("received") == [Note(2)]
         assert [len(events.of("opened")) for events in theirs] == [1, 1]
 
-    meet(body)
 
-
-def test_a_leader_does_not_connect_to_itself() -> None:
-    async def body(
-        one: SessionNode, here: Events, two: list[SessionNode], theirs: list[Events], at: list[Address]
-    ) -> None:
+@in_loop
+async def test_a_leader_does_not_connect_to_itself() -> None:
+    async with met() as (_one, _here, two, _theirs, at):
         with pytest.raises(PeerRefused, match="this very leader"):
             await two[1].connect(*at[1], timeout_s=DEADLINE_S)
 
-    meet(body)
 
-
-def test_another_leader_at_a_leader_s_address_is_its_successor_there() -> None:
-    async def body(
-        one: SessionNode, here: Events, two: list[SessionNode], theirs: list[Events], at: list[Address]
-    ) -> None:
+@in_loop
+async def test_another_leader_at_a_leader_s_address_is_its_successor_there() -> None:
+    async with met() as (one, here, two, _theirs, at):
         await one.connect(*at[0], expect=leader("a", 0), timeout_s=DEADLINE_S)
         await two[0]._listener.close()  # its port is another's from now on; nobody is told
         assert two[0]._socket is not None
@@ -113,5 +99,3 @@ def test_another_leader_at_a_leader_s_address_is_its_successor_there() -> None:
             [error] = await here.wait("closed")
             assert "was restarted" in str(error)
             assert set(one.sessions) == {leader("a", 2)}
-
-    meet(body)

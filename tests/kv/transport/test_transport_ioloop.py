@@ -178,11 +178,9 @@ def test_nothing_runs_after_the_last_call(loop: Turned, where: str) -> None:
 
 
 def test_a_callback_that_raises_ends_the_loop_and_a_late_stop_runs_the_last_call(
-    monkeypatch: pytest.MonkeyPatch,
+    hooked: threading.Event,
 ) -> None:
     crashes: list[BaseException] = []
-    hooked = threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
     loop = IoLoop("crashes", crashes.append)
     fd, ran = signalled(), []
 

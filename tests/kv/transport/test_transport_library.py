@@ -6,10 +6,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import pytest
+from library_ends import PATIENCE_S, End
 
 from areas import whole
 from library_double import FAULTS, DoubleTransport
@@ -17,42 +17,21 @@ from ranks import options, rank
 from segue.kv.errors import BootstrapTimeout, OutOfCapacity, PeerLost, TransferFailed
 from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
-from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
 from segue.kv.transport.library import library_transport as library
 from segue.kv.transport.library import library_wire
 from segue.kv.transport.library.library_out import MAX_IN_FLIGHT_BYTES, WritingPath, pieces
 from segue.kv.transport.memory.pool_memory import Memory, host_region
 
 MiB = 2**20
-E = TypeVar("E", bound=TransportEvent)
-PATIENCE_S = 60.0
 
 
-class End:
-    """A transport over memory that numpy allocated, and what it told."""
+class DoubleEnd(End):
+    """A transport over the double, and memory that numpy allocated."""
 
     def __init__(self, me: RankId, sizes: tuple[int, ...], stall_s: float) -> None:
-        self.me = me
-        self.arrays = [np.zeros(n, np.uint8) for n in sizes]
-        self.memory = Memory([host_region(array) for array in self.arrays])
-        self.log: list[TransportEvent] = []
-        self._changed = threading.Condition()
-        self.transport = DoubleTransport(self._event, options(me, stall_s=stall_s))
-        self.endpoint = self.transport.register(self.memory)
-
-    def _event(self, event: TransportEvent) -> None:
-        with self._changed:
-            self.log.append(event)
-            self._changed.notify_all()
-
-    def take(self, kind: type[E], **fields: object) -> E:
-        def found() -> list[E]:
-            events = [event for event in self.log if isinstance(event, kind)]
-            return [e for e in events if all(getattr(e, k) == v for k, v in fields.items())]
-
-        with self._changed:
-            assert self._changed.wait_for(found, PATIENCE_S), (kind, fields, self.log)
-            return found()[0]
+        memory = Memory([host_region(np.zeros(n, np.uint8)) for n in sizes])
+        super().__init__(lambda sink, me: DoubleTransport(sink, options(me, stall_s=stall_s)), me, memory)
 
     def on_loop(self, call: Callable[[], object]) -> object:
         """The result of `call` on the transport's thread, after all earlier calls."""
@@ -66,24 +45,20 @@ class End:
         streams = [*transport._writing.values(), *(path._stream for path in transport._receiving)]
         return [stream._owed for stream in streams]
 
-    def fenced(self, peer: RankId, epoch: int) -> Fenced:
-        self.transport.fence(peer, epoch)
-        return self.take(Fenced, peer=peer, epoch=epoch)
 
-
-Ends = Callable[..., tuple[End, End]]
+Ends = Callable[..., tuple[DoubleEnd, DoubleEnd]]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     """Makes a writer and a reader, connected; afterwards no thread is left."""
     before = set(threading.enumerate())
-    made: list[End] = []
+    made: list[DoubleEnd] = []
 
     def make(
         sizes: tuple[int, ...] = (4 * MiB,), *, connect: bool = True, stall_s: float = PATIENCE_S
-    ) -> tuple[End, End]:
-        writer, reader = (End(rank(word), sizes, stall_s) for word in ("aaaa", "bbbb"))
+    ) -> tuple[DoubleEnd, DoubleEnd]:
+        writer, reader = (DoubleEnd(rank(word), sizes, stall_s) for word in ("aaaa", "bbbb"))
         made.extend((writer, reader))
         if connect:
             writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
@@ -179,11 +154,8 @@ def test_a_peer_that_answers_no_fence_loses_its_path(ends: Ends) -> None:
     def hurry() -> None:
         """Until here nobody is late."""
         for path in reader.transport._receiving:
-            stream = path._stream
-            stream._silence_s = 0.2
-            if stream._timer is not None:
-                stream._timer.cancel()
-                stream._timer = None
+            path._stream._silence._silence_s = 0.2
+            path._stream._silence.stop()
 
     reader.transport._loop.post(hurry)
     assert reader.fenced(writer.me, 3).proven
@@ -370,7 +342,7 @@ def test_rows_that_touch_on_one_side_only_stay_apart() -> None:
 def test_a_writer_that_connects_anew_keeps_its_grants(ends: Ends) -> None:
     writer, reader = ends()
     reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))
-    again = End(writer.me, (4 * MiB,), PATIENCE_S)
+    again = DoubleEnd(writer.me, (4 * MiB,), PATIENCE_S)
     try:
         again.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
         again.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
@@ -390,7 +362,7 @@ def test_a_path_that_is_ending_is_no_path_to_who_connects(ends: Ends) -> None:
     with pytest.raises(BootstrapTimeout, match="old library path"):
         writer.transport.connect(reader.me, reader.endpoint, 0.05)
     FAULTS.closing.set()
-    again = End(reader.me, (4 * MiB,), PATIENCE_S)
+    again = DoubleEnd(reader.me, (4 * MiB,), PATIENCE_S)
     try:
         writer.transport.connect(again.me, again.endpoint, PATIENCE_S)
         writer.take(PeerGone)

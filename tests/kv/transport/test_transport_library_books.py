@@ -40,9 +40,8 @@ from segue.kv.transport.library.library_wire import (
     frame,
 )
 from segue.kv.transport.memory.pool_memory import Memory, host_region
-from segue.kv.transport.net import key_handshake as handshake
-from segue.kv.transport.paths import Write
 from segue.kv.transport.tcp.tcp_wire import PartRows
+from segue.kv.transport.write_book import Write
 
 PEER = rank("bbbb")
 SILENCE_S = 60.0
@@ -146,16 +145,17 @@ class Writing:
 CLOSES = [True, False, RuntimeError("the library cannot close it")]
 
 
+@pytest.mark.parametrize("late", [(3, 4, 4, 5), (4, 4, 5)])
 @pytest.mark.parametrize("closes", CLOSES, ids=["quiet", "unquiet", "raises"])
 def test_fences_that_wait_and_come_while_a_path_breaks_are_answered_where_that_is_true(
-    closes: bool | Exception,
+    closes: bool | Exception, late: tuple[int, ...]
 ) -> None:
     """Nothing says that the library has stopped to read for epoch 3; of the others nothing was posted."""
 
     def breaks(_n: int) -> bool:
         writing.path.fence(3)
         writing.path.end(TransferFailed("broken"))
-        for epoch in (3, 4, 4, 5):
+        for epoch in late:
             writing.path.fence(epoch)
         writing.write(5, 9)
         return False
@@ -166,7 +166,8 @@ def test_fences_that_wait_and_come_while_a_path_breaks_are_answered_where_that_i
     writing.run()
     quiet = closes is True
     assert writing.told(WriteFailed) == [(3, 1), (5, 9)]
-    assert sorted(writing.told(Fenced)) == [(3, False)] * (2 * quiet) + [(4, True)] * 2 + [(5, True)]
+    of_3 = [(3, False)] * (1 + late.count(3)) if quiet else []
+    assert sorted(writing.told(Fenced)) == [*of_3, (4, True), (4, True), (5, True)]
     assert writing.quiet == [quiet]
     assert writing.path.unsettled == {3}
     assert Goodbye() not in writing.said, "which would be a proof to the reader"
@@ -316,6 +317,30 @@ def test_the_peers_fence_is_settled_once_when_what_was_posted_has_landed() -> No
     assert [(e.tag, e.refused) for e in writing.events if isinstance(e, WriteFailed)] == [(2, True)]
 
 
+def test_what_waits_of_an_epoch_that_the_peer_has_ended_is_never_posted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would land behind our word that nothing does any more."""
+    monkeypatch.setattr(library_out, "MAX_IN_FLIGHT_POSTS", 1)
+
+    def runs(_n: int) -> bool:
+        writing.path.told(FenceEpoch(3))
+        writing.look = lands
+        return False
+
+    def lands(_n: int) -> bool:
+        writing.path.close()
+        return True
+
+    writing = Writing(runs)
+    writing.ready(3)
+    for tag in (1, 2):
+        writing.write(3, tag)
+    writing.run()
+    assert len(writing.end.posts) == 1
+    assert [(e.tag, e.refused) for e in writing.events if isinstance(e, WriteFailed)] == [(2, True)]
+
+
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 1, 3)])
 def test_an_epoch_is_over_when_all_its_posts_have_landed_in_whatever_order(order: tuple[int, ...]) -> None:
     """The first post is of another epoch, which nobody ends."""
@@ -457,6 +482,8 @@ def test_a_peer_that_does_not_read_ends_before_our_memory_does(monkeypatch: pyte
     made.stream.open()
     for epoch in range(1000):
         made.stream.send(Ask(epoch))
+    assert not made.ends, "who says something is at work on what the end of the stream ends"
+    made.loop.next()
     assert ["does not read" in str(error) for error in made.ends] == [True]
     assert made.line.closed
 
@@ -469,6 +496,36 @@ def test_a_process_that_was_stopped_gives_its_peers_time_to_answer() -> None:
     assert not made.ends, "the answer may wait in the socket"
     made.loop.advance(SILENCE_S)
     assert ["said nothing" in str(error) for error in made.ends] == [True]
+
+
+def test_silence_counts_from_the_question_and_not_from_an_old_answer() -> None:
+    made = Stream()
+    made.stream.open()
+    made.stream.expect()
+    made.stream.answered()
+    made.loop.advance(0.9 * SILENCE_S)
+    made.stream.expect()
+    made.loop.advance(0.9 * SILENCE_S)
+    assert not made.ends
+    made.loop.advance(0.5 * SILENCE_S)
+    assert len(made.ends) == 1
+
+
+def test_a_goodbye_is_heard_though_nobody_reads_our_answer_any_more() -> None:
+    """The peer says goodbye and closes; we have not read that yet, and what we say to it fails."""
+
+    def broken(_data: bytes) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    made = Stream()
+    made.line.send = broken
+    made.stream.open()
+    made.stream.send(AskAnswer(3, True))
+    assert not made.ends
+    made.hears(Goodbye())
+    made.hears()
+    assert made.told == [Goodbye()]
+    assert len(made.ends) == 1
 
 
 def test_a_peer_that_says_anything_is_there() -> None:
@@ -565,6 +622,11 @@ class Incoming:
         self.line.data.append(b"".join(map(frame, messages)))
         self.loop.ready(select.EPOLLIN)
 
+    def greets(self) -> None:
+        """It says who it is, and its end is made."""
+        self.hears(Greeting(b"hello"))
+        self.loop.next()
+
     def said(self) -> list[Message]:
         return ControlFrames().feed(bytes(self.line.sent))
 
@@ -606,8 +668,7 @@ def test_a_writer_that_leaves_before_it_has_greeted_is_forgotten(incoming: Make)
 
 def test_a_writer_that_owes_nothing_may_be_silent_for_ever(incoming: Make) -> None:
     one = incoming()
-    one.hears(Greeting(b"hello"))
-    one.loop.next()
+    one.greets()
     assert one.granted == [one.path]
     one.loop.advance(10 * SILENCE_S)
     assert one.path.over is None
@@ -626,8 +687,7 @@ def test_a_writer_that_owes_nothing_may_be_silent_for_ever(incoming: Make) -> No
 @pytest.mark.parametrize("what", [Settled(3), AskAnswer(3, True), GrantEpoch(3), Greeting(b"again")])
 def test_a_writer_that_says_what_is_not_its_turn_is_ended(incoming: Make, what: Message) -> None:
     one = incoming()
-    one.hears(Greeting(b"hello"))
-    one.loop.next()
+    one.greets()
     one.path.grant(3)
     one.hears(what)
     one.loop.next()
@@ -638,8 +698,7 @@ def test_what_a_writer_asks_for_is_granted_only_if_it_is(incoming: Make) -> None
     one = incoming()
     one.grants.add(PEER, 3, whole(10))
     one.grants.add(rank("cccc"), 4, whole(10))
-    one.hears(Greeting(b"hello"))
-    one.loop.next()
+    one.greets()
     one.hears(Ask(3), Ask(4))
     assert one.said()[1:] == [AskAnswer(3, True), AskAnswer(4, False)]
     assert one.path.epochs == {3}
@@ -650,8 +709,7 @@ def test_what_a_writer_was_granted_is_over_when_closing_its_end_proves_that(
     incoming: Make, closes: bool | Exception
 ) -> None:
     one, done = incoming(closes=closes), list[int]()
-    one.hears(Greeting(b"hello"))
-    one.loop.next()
+    one.greets()
     one.path.grant(3)
     one.path.fence(3, lambda: done.append(3))
     one.line.data.append(b"")
@@ -706,7 +764,7 @@ def receiving(*paths: Old) -> tuple[Receiving, list[TransportEvent]]:
 
 
 def admit(made: Receiving, word: str = "bbbb") -> None:
-    made.admit(cast("Any", Line()), handshake.StreamHello(rank(word), bytes(16), 0, 1), b"yes")
+    made.admit(cast("Any", Line()), rank(word), b"yes")
 
 
 def test_an_epoch_that_two_paths_of_a_writer_held_is_over_when_it_is_for_both() -> None:

@@ -18,6 +18,7 @@ from test_transport_tcp_books import Loops
 
 from ranks import make_tcp, rank
 from segue.kv.errors import PeerRefused
+from segue.kv.ids import RankId
 from segue.kv.transport.base import Endpoint, PeerGone, TransportEvent
 from segue.kv.transport.memory.pool_memory import allocate
 from segue.kv.transport.net import key_handshake as handshake
@@ -52,8 +53,8 @@ class Listens:
         self.socks.append(sock)
         return sock
 
-    def proof(self, sock: socket.socket) -> tuple[handshake.WriterProof, bytes]:
-        proof = handshake.WriterProof(self.address.key, handshake.StreamHello(ROGUE, bytes(16), 0, 1))
+    def proof(self, sock: socket.socket, me: RankId = ROGUE) -> tuple[handshake.WriterProof, bytes]:
+        proof = handshake.WriterProof(self.address.key, me)
         return proof, proof.respond(exactly(sock, handshake.CHALLENGE_BYTES))
 
     def close(self) -> None:
@@ -124,9 +125,9 @@ def test_an_answer_with_a_byte_too_many_is_refused(few: Listens) -> None:
 
 def test_streams_that_have_proven_themselves_are_bounded_and_a_place_is_free_again(few: Listens) -> None:
     inside = []
-    for _ in range(2):
+    for number in range(2):
         sock = few.comes()
-        proof, answer = few.proof(sock)
+        proof, answer = few.proof(sock, rank("rogue", number=number))
         sock.sendall(answer)
         proof.finish(exactly(sock, handshake.VERDICT_BYTES))
         inside.append(sock)
@@ -135,7 +136,7 @@ def test_streams_that_have_proven_themselves_are_bounded_and_a_place_is_free_aga
         sock.close()
     gone = few.events.get(timeout=60)
     assert isinstance(gone, PeerGone)
-    assert gone.peer == ROGUE
+    assert gone.peer in (rank("rogue"), rank("rogue", number=1))
     few.proof(few.comes())
 
 
@@ -199,10 +200,10 @@ class Turned:
             raise coming
         return coming
 
-    def _admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
+    def _admit(self, channel: Channel, peer: RankId, verdict: bytes) -> None:
         if self.refuses is not None:
             raise self.refuses
-        assert hello.rank == ROGUE
+        assert peer == ROGUE
         self.admitted.append(channel)
         self.loop.watch(channel.fileno(), select.EPOLLIN, lambda _events: None)
         channel.send(verdict)
@@ -217,7 +218,7 @@ class Turned:
         return theirs, ours.fileno()
 
     def proves(self, sock: socket.socket, fd: int) -> handshake.WriterProof:
-        proof = handshake.WriterProof(KEY, handshake.StreamHello(ROGUE, bytes(16), 0, 1))
+        proof = handshake.WriterProof(KEY, ROGUE)
         sock.send(proof.respond(sock.recv(1000)))
         self.loop.of[fd](select.EPOLLIN)
         return proof
@@ -328,6 +329,22 @@ def test_the_deadline_of_a_handshake_holds_for_who_never_begins_tls(tmp_path: Pa
     made = Listens(tls=Authority(tmp_path).issue().load(), handshake_s=0.2)
     assert made.comes().recv(1) == b""
     made.close()
+
+
+def test_connections_that_fail_alike_are_one_line_of_the_log_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With TLS, or by a wrong key."""
+    for tls in (Authority(tmp_path).issue().load(), None):
+        caplog.clear()
+        made = Listens(tls=tls, handshake_s=3600.0)
+        for _ in range(5):
+            with contextlib.suppress(ConnectionResetError), made.comes() as sock:
+                sock.sendall(bytes(handshake.RESPONSE_BYTES))
+                while sock.recv(100):
+                    pass
+        made.close()
+        assert len([line for line in caplog.messages if "connection was refused" in line]) == 1
 
 
 def test_plain_bytes_and_a_stranger_s_certificate_end_a_connection_before_any_challenge(

@@ -22,6 +22,7 @@ from segue.kv.transport.library.library_out import pieces
 from segue.kv.transport.memory.pool_memory import Memory, host_region
 
 PEER = rank("aaaa")
+ENGINES = mooncake._engines
 
 
 class Engine:
@@ -31,8 +32,11 @@ class Engine:
     answers: ClassVar[bool] = True
     starts: ClassVar[int] = 0
     registers: ClassVar[int] = 0
+    listens: ClassVar[int] = 2
 
     def __init__(self) -> None:
+        self.sockets: list[socket.socket] = []
+        weakref.finalize(self, close_all, self.sockets)
         self.started: tuple[str, ...] = ()
         self.registered: list[tuple[int, int]] = []
         self.running: deque[int] = deque()
@@ -44,10 +48,15 @@ class Engine:
 
     def initialize(self, *how: str) -> int:
         self.started = how
+        self.sockets += [socket.create_server(("", 0)) for _ in range(self.listens)]
         return self.starts
 
     def get_rpc_port(self) -> int:
-        return 15000
+        return self.ports[0]
+
+    @property
+    def ports(self) -> list[int]:
+        return [sock.getsockname()[1] for sock in self.sockets]
 
     def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
         self.registered += zip(addresses, lengths, strict=True)
@@ -79,12 +88,20 @@ class Engine:
             self.ends[self.running.popleft()] = status
 
 
+def close_all(sockets: list[socket.socket]) -> None:
+    for sock in sockets:
+        sock.close()
+
+
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(mooncake, "_engines", lambda: Engine)
     monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
-    Engine.made, Engine.answers, Engine.starts, Engine.registers = [], True, 0, 0
-    return
+    Engine.made, Engine.answers, Engine.starts, Engine.registers, Engine.listens = [], True, 0, 0, 2
+    monkeypatch.setattr(mooncake, "HELD", held := [])
+    yield
+    Engine.made.clear()
+    close_all(held)
 
 
 def library() -> mooncake.MooncakeLibrary:
@@ -171,10 +188,79 @@ def test_over_tcp_only_the_receiver_registers_and_its_end_is_a_proof() -> None:
     region = target.regions[0]
     assert Engine.made[-1].registered == [(region.address, region.nbytes)]
     assert Engine.made[-1].started == ("10.0.0.1", "P2PHANDSHAKE", "tcp", "")
-    assert end.blob == b"10.0.0.1:15000"
+    assert end.blob == b"10.0.0.1:%d" % Engine.made[-1].get_rpc_port()
     lives = weakref.ref(Engine.made.pop())
     assert end.close()
     assert lives() is None, "with it the engine ends, which is the proof"
+
+
+def refused(port: int) -> bool:
+    """Nobody can listen at the port, however he tries, and who connects there is refused."""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    for family, at in ((socket.AF_INET, ""), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")):
+        for shared in (0, 1):
+            with socket.socket(family) as sock, contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shared)
+                sock.bind((at, port))
+                sock.listen()
+                return False
+    return True
+
+
+@pytest.mark.parametrize("engine", ["double", "real"])
+def test_the_ports_of_an_end_whose_close_is_a_proof_are_nobody_s_afterwards(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that stood still goes on and connects to them: a later engine there would take its bytes."""
+    if engine == "real":
+        monkeypatch.setattr(mooncake, "_engines", ENGINES)
+        if why := mooncake.MooncakeTransport.unusable():
+            pytest.skip(why)
+    before = {port for _, port in mooncake._listeners()}
+    end = mooncake.MooncakeLibrary("127.0.0.1")
+    end.load()
+    closing = end.receiving(PEER, memories(4096)[0], b"")
+    ports = {port for _, port in mooncake._listeners()} - before
+    assert len(ports) == 2
+    port = int(closing.blob.rpartition(b":")[2])
+    with socket.create_connection(("127.0.0.1", port)):  # lingers when the engine has ended
+        Engine.made.clear()
+        assert closing.close()
+    assert all(refused(port) for port in ports)
+
+
+def taken(take: Any, other: socket.socket, port: int) -> Any:
+    """`take`, before which `other` takes `port`."""
+
+    def late(wanted: int) -> socket.socket:
+        if wanted == port:
+            other.bind(("", port))
+        return take(wanted)
+
+    return late
+
+
+@pytest.mark.parametrize("why", ["taken", "unknown", "too many"])
+def test_an_end_whose_ports_cannot_be_held_proves_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "too many":
+        monkeypatch.setattr(mooncake, "_MAX_HELD", 1)
+    Engine.listens = 1 if why == "unknown" else 2
+    end = library().receiving(PEER, memories(64)[0], b"")
+    ports = Engine.made.pop().ports
+    with socket.socket() as other:
+        if why == "taken":  # by who was faster than we
+            monkeypatch.setattr(mooncake, "_taken", taken(mooncake._taken, other, ports[0]))
+        assert not end.close()
+
+
+def test_an_end_of_which_nothing_was_left_to_write_needs_no_port() -> None:
+    end = library().receiving(PEER, memories(64)[0], b"")
+    ports = Engine.made.pop().ports
+    end.unsettled = False
+    assert end.close()
+    for port in ports:
+        socket.create_server(("", port)).close()
 
 
 def test_an_engine_that_somebody_else_holds_too_lives_on_and_its_end_is_no_proof() -> None:
@@ -234,7 +320,7 @@ def test_peers_are_told_the_address_that_is_advertised() -> None:
         lambda _event: None, options(PEER, host="0.0.0.0", advertise="10.0.0.7")
     )
     made._library.load()
-    assert made._library.receiving(PEER, memories(64)[0], b"").blob == b"10.0.0.7:15000"
+    assert made._library.receiving(PEER, memories(64)[0], b"").blob.startswith(b"10.0.0.7:")
     made.close()
 
 
@@ -247,12 +333,29 @@ def test_only_the_engine_s_listener_looks_up_more_often_and_no_other_socket_is_t
     with socket.create_server(("127.0.0.1", 0)) as engines, socket.create_server(("127.0.0.1", 0)) as other:
         port = engines.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as peer, engines.accept()[0] as accepted:
-            mooncake._accept_briefly(port)
+            mooncake._set_up(port, set())
             gc.collect()
             assert waits(engines) == struct.pack("ll", 0, 20_000)
             assert [waits(sock) for sock in (other, peer, accepted)] == [bytes(16)] * 3
             peer.sendall(b"x")
             assert accepted.recv(1) == b"x"
+
+
+def test_a_socket_whose_option_cannot_be_set_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is somebody else's, who may have closed it meanwhile, and its number may be another one's by now."""
+
+    class Stubborn(socket.socket):
+        def setsockopt(self, *option: Any) -> None:
+            raise OSError("closed meanwhile")
+
+    with socket.create_server(("127.0.0.1", 0)) as engines:
+        port = engines.getsockname()[1]
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socket", Stubborn)
+            with pytest.raises(OSError, match="closed meanwhile"):
+                mooncake._set_up(port, set())
+        gc.collect()
+        socket.create_connection(("127.0.0.1", port)).close()
 
 
 def test_an_address_of_version_6_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,10 +31,88 @@ def test_with_infiniband_ucx_chooses_by_itself(tmp_path: Path) -> None:
     assert nixl.missing({}, "127.0.0.1", tmp_path) == {"UCX_LOG_FILE": "stderr"}
 
 
+#: What `nixl/__init__.py` of 1.5 does once it has chosen: its modules are those of the build.
+META = "import sys, nixl_cu12._bindings as chosen\nsys.modules['nixl._bindings'] = chosen\n"
+BROKEN_META = "raise ImportError('detected CUDA 13 but nixl-cu13 is not installed')\n"
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
+    """Installs packages, each with this text, and these alone. `torch` has its text in `version.py`."""
+
+    def loaded() -> list[str]:
+        packages = ("nixl", "nixl_cu12", "nixl_cu13", "torch")
+        return [name for name in sys.modules if name.partition(".")[0] in packages]
+
+    def install(packages: dict[str, str]) -> None:
+        for package, text in packages.items():
+            torch = package == "torch"
+            folder = tmp_path / package
+            folder.mkdir()
+            (folder / "__init__.py").write_text("raise ImportError('slow')" if torch else text)
+            (folder / ("version.py" if torch else "_bindings.py")).write_text(text if torch else "")
+
+    for name in loaded():
+        monkeypatch.delitem(sys.modules, name)
+    standard = [path for path in sys.path if "-packages" not in path]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *standard])
+    yield install
+    for name in loaded():
+        del sys.modules[name]
+
+
+BOTH = {"nixl_cu12": "", "nixl_cu13": ""}
+
+
+@pytest.mark.parametrize(
+    ("packages", "chosen"),
+    [
+        (BOTH | {"nixl": META, "torch": "cuda = '13.0'"}, "nixl_cu12"),
+        (BOTH | {"torch": "cuda = '13.0'"}, "nixl_cu13"),
+        (BOTH | {"torch": "cuda: str | None = '12.8'"}, "nixl_cu12"),
+        (BOTH | {"torch": "cuda = None"}, "nixl_cu13"),
+        (BOTH | {"torch": ""}, "nixl_cu13"),
+        ({"nixl_cu12": "", "torch": "cuda = '13.0'"}, "nixl_cu12"),
+    ],
+)
+def test_the_build_is_the_choice_of_nixls_own_package_or_that_for_the_cuda_of_torch(
+    install: Callable[[dict[str, str]], None], packages: dict[str, str], chosen: str
+) -> None:
+    install(packages)
+    assert nixl.bindings().__name__ == f"{chosen}._bindings"
+
+
+@pytest.mark.parametrize("there", [(), ("torch/__init__.py",), ("torch/other.py",)])
+def test_torch_without_its_version_is_no_reason_to_fail(
+    install: Callable[[dict[str, str]], None], tmp_path: Path, there: tuple[str, ...]
+) -> None:
+    for name in there:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    install(BOTH)
+    assert nixl.bindings().__name__ == "nixl_cu13._bindings"
+
+
+@pytest.mark.parametrize(
+    ("packages", "why"),
+    [
+        ({}, "NIXL is not installed"),
+        ({"nixl": BROKEN_META, "nixl_cu12": ""}, "detected CUDA 13 but nixl-cu13 is not installed"),
+    ],
+)
+def test_without_a_build_the_reason_says_what_to_install(
+    install: Callable[[dict[str, str]], None], packages: dict[str, str], why: str
+) -> None:
+    install(packages)
+    assert nixl.NixlTransport.unusable() == f"{why}; pip install 'segue[nixl]'"
+
+
 def test_every_name_of_nixl_that_is_used_exists() -> None:
     """It is a private module, whose public class would let a thread spin."""
-    pytest.importorskip("nixl_cu12")
-    bindings = nixl.bindings()
+    try:
+        bindings = nixl.bindings()
+    except ImportError as why:
+        pytest.skip(str(why))
     for name in (
         "DRAM_SEG",
         "VRAM_SEG",

@@ -8,7 +8,6 @@ import fcntl
 import gc
 import mmap
 import os
-import queue
 import resource
 import select
 import socket
@@ -25,13 +24,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from shm_sides import MiB, Side, reader_lost, take
 
 from areas import whole
-from ranks import make_shm, rank
+from ranks import rank
 from segue.kv.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
-from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
-from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
 from segue.kv.transport.kinds import KINDS
 from segue.kv.transport.memory import pool_memory as memory
 from segue.kv.transport.memory.pool_memory import allocate, map_shared
@@ -40,53 +39,9 @@ from segue.kv.transport.net.ioloop import Timer
 from segue.kv.transport.shm import shm_host, shm_in, shm_out
 from segue.kv.transport.shm import shm_transport as shm
 from segue.kv.transport.shm.shm_host import HOST, ShmHost
-from segue.kv.transport.shm.shm_table import SLOTS, TABLE_BYTES
+from segue.kv.transport.shm.shm_table import TABLE_BYTES
 from segue.kv.transport.shm.shm_transport import ShmTransport
-from segue.kv.transport.shm.shm_wire import GOODBYE, ShmAddress
-
-MiB = 2**20
-
-
-class Side:
-    """A transport with its memory and the events it told."""
-
-    def __init__(self, me: RankId, nbytes: int = MiB, **options: Any) -> None:
-        self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
-        self.me = me
-        self.memory = allocate(nbytes)
-        self.transport = make_shm(self.events.put, me, **options)
-        self.endpoint = self.transport.register(self.memory)
-        self.address = msgspec.msgpack.decode(self.endpoint.data, type=ShmAddress)
-
-    def next(self) -> TransportEvent:
-        return self.events.get(timeout=60)
-
-    def on_loop(self, call: Callable[[], object]) -> Any:
-        """The result of `call` on the I/O thread, after all earlier calls."""
-        answer: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.transport._loop.post(lambda: answer.put(call()))
-        return answer.get(timeout=60)
-
-    def busy(self) -> threading.Event:
-        """The I/O thread does nothing from now on until the event is set."""
-        busy, free = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            busy.set()
-            free.wait(60)
-
-        self.transport._loop.post(wait)
-        assert busy.wait(60)
-        return free
-
-    def writers(self) -> set[RankId]:
-        incoming = self.transport._incoming
-        assert incoming is not None
-        return set(self.on_loop(lambda: set(incoming.writers)))
-
-    def close(self) -> None:
-        self.transport.close()
-        self.memory.close()
+from segue.kv.transport.shm.shm_wire import GOODBYE
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,21 +84,6 @@ def works(writer: Side, reader: Side, epoch: int = 7) -> None:
     assert reader.memory.buffer[100:103] == b"abc"
 
 
-def begin(reader: Side, peer: RankId) -> tuple[socket.socket, handshake.WriterProof, bytes]:
-    """A hand-made writer that has been asked who it is, and what it will answer."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(60)
-    sock.connect(reader.address.name)
-    proof = handshake.WriterProof(reader.address.key, handshake.StreamHello(peer, bytes(16), 0, 1))
-    return sock, proof, proof.respond(sock.recv(1000))
-
-
-def take(sock: socket.socket, proof: handshake.Writer) -> list[int]:
-    verdict, fds, _, _ = socket.recv_fds(sock, 1000, 2)
-    proof.finish(verdict)
-    return fds
-
-
 # ---- a death must be one --------------------------------------------------------------------------
 
 
@@ -158,7 +98,7 @@ def test_a_stale_death_does_not_reach_the_peer_that_joined_meanwhile(
     obey, order = os.pipe()
     leaver = os.fork()
     if leaver == 0:
-        sock, proof, answer = begin(reader, rank("leaves"))
+        sock, proof, answer = reader.begin(rank("leaves"))
         sock.send(answer)
         take(sock, proof)
         if goodbye_first:
@@ -172,7 +112,7 @@ def test_a_stale_death_does_not_reach_the_peer_that_joined_meanwhile(
         os.read(obey, 1)
         os._exit(0)
     assert os.read(told, 1) == b"1"
-    joins, proof, answer = begin(reader, rank("joins"))
+    joins, proof, answer = reader.begin(rank("joins"))
     knocks = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     free = reader.busy()
     os.write(order, b"1")
@@ -183,9 +123,7 @@ def test_a_stale_death_does_not_reach_the_peer_that_joined_meanwhile(
     os.waitpid(leaver, 0)  # its process, too
     free.set()
     fds = take(joins, proof)
-    gone = reader.next()
-    assert isinstance(gone, PeerGone)
-    assert (gone.peer, gone.proven) == (rank("leaves"), True)
+    assert reader.next() == reader_lost(rank("leaves"), proven=True)
     assert reader.writers() == {rank("joins")}
     reader.transport.fence(rank("joins"), 1)
     assert reader.next() == Fenced(rank("joins"), 1, proven=False)
@@ -201,8 +139,7 @@ def test_a_living_process_is_not_dead_whatever_the_loop_says(sides: tuple[Side, 
     """At either end the kernel is asked: an event alone is no proof."""
     writer, reader = sides
     works(writer, reader)
-    incoming, path = reader.transport._incoming, writer.transport._paths.of[reader.me]
-    assert incoming is not None
+    incoming, path = reader.incoming, writer.transport._paths.of[reader.me]
     (peer,) = incoming.writers[writer.me]
     reader.on_loop(lambda: incoming._died(peer, select.EPOLLIN))
     writer.on_loop(lambda: path._died(select.EPOLLIN))
@@ -336,9 +273,7 @@ def test_a_writer_that_cannot_map_is_no_writer(
     for _ in range(3):
         with fault(monkeypatch), pytest.raises(OutOfCapacity, match="cannot be mapped here"):
             writer.transport.connect(reader.me, reader.endpoint, 60)
-        gone = reader.next()
-        assert isinstance(gone, PeerGone)
-        assert (gone.peer, gone.proven) == (writer.me, True)
+        assert reader.next() == reader_lost(writer.me, proven=True)
         assert reader.writers() == set()
         assert (descriptors(), mappings()) == (held, mapped)
     reader.transport.fence(writer.me, 1)
@@ -363,18 +298,6 @@ def test_a_table_that_cannot_be_mapped_leaves_no_pool_mapped(
             writer.transport.connect(reader.me, reader.endpoint, 60)
     assert reader.next() == reader_lost(writer.me, proven=True)
     assert (descriptors(), mappings()) == (held, mapped)
-
-
-class reader_lost:
-    """Equal to any `PeerGone` of this peer and proof."""
-
-    def __init__(self, peer: RankId, proven: bool) -> None:
-        self.fields = (peer, proven)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PeerGone) and (other.peer, other.proven) == self.fields
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("nbytes", [-1, 0, 2 * MiB, 2**62, 2**70])
@@ -473,29 +396,6 @@ def test_a_path_that_cannot_be_watched_ends_alone(
     works(writer, reader)
 
 
-def test_who_cannot_accept_rests_instead_of_being_called_again_at_once(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer, reader = sides
-    incoming, loop = reader.transport._incoming, reader.transport._loop
-    assert incoming is not None
-    tried = threading.Event()
-
-    def refused(_self: socket.socket) -> None:
-        tried.set()
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    later = loop.later
-    monkeypatch.setattr(loop, "later", lambda _delay_s, call: later(3600.0, call))
-    with monkeypatch.context() as patch, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knocks:
-        patch.setattr(socket.socket, "accept", refused)
-        knocks.connect(reader.address.name)
-        assert tried.wait(60)
-        assert not reader.on_loop(lambda: incoming.listener._sock.fileno() in loop._watches)
-    reader.on_loop(incoming.listener.open)  # as the timer does
-    works(writer, reader)
-
-
 @contextmanager
 def no_descriptors(left: int) -> Iterator[None]:
     """This process may open `left` more files."""
@@ -538,14 +438,11 @@ def test_connections_that_never_say_goodbye_are_few(
     _, reader = sides
     held = descriptors()
     for _ in range(shm_in.MAX_PER_RANK):
-        sock, proof, answer = begin(reader, rank("rude"))
-        sock.send(answer)
-        for fd in take(sock, proof):
-            os.close(fd)
+        sock = reader.enter(rank("rude"))
         sock.close()
         assert reader.next() == reader_lost(rank("rude"), proven=False)
     assert descriptors() == held + shm_in.MAX_PER_RANK
-    sock, proof, answer = begin(reader, rank("rude"))
+    sock, proof, answer = reader.begin(rank("rude"))
     sock.send(answer)
     with pytest.raises(PeerRefused, match="goodbye"):
         take(sock, proof)
@@ -554,7 +451,7 @@ def test_connections_that_never_say_goodbye_are_few(
 
 def test_the_oldest_stranger_makes_room_long_before_its_deadline() -> None:
     reader = Side(rank("bbbb"), max_pending=2, handshake_s=3600.0)
-    waiting = [begin(reader, rank(f"slow{n}")) for n in range(3)]
+    waiting = [reader.begin(rank(f"slow{n}")) for n in range(3)]
     assert waiting[0][0].recv(1000) == b"", "it was one too many"
     for n, (sock, proof, answer) in enumerate(waiting[1:], 1):
         sock.send(answer)
@@ -569,7 +466,7 @@ def test_the_oldest_stranger_makes_room_long_before_its_deadline() -> None:
 
 def test_a_writer_that_gave_up_before_it_was_answered_is_no_writer(sides: tuple[Side, Side]) -> None:
     _, reader = sides
-    sock, _, answer = begin(reader, rank("hasty"))
+    sock, _, answer = reader.begin(rank("hasty"))
     free = reader.busy()
     sock.send(answer)
     sock.close()
@@ -589,7 +486,7 @@ def _fallocate(fd: int, mode: int, start: int, nbytes: int) -> int:
 
 def test_what_a_peer_can_do_with_the_descriptor_of_the_pool(sides: tuple[Side, Side]) -> None:
     writer, reader = sides
-    sock, proof, answer = begin(reader, rank("rogue"))
+    sock, proof, answer = reader.begin(rank("rogue"))
     sock.send(answer)
     pool, table = take(sock, proof)
     for seal in (0x1, 0x2, 0x4, 0x8, 0x10):  # the last two: WRITE and FUTURE_WRITE
@@ -598,6 +495,10 @@ def test_what_a_peer_can_do_with_the_descriptor_of_the_pool(sides: tuple[Side, S
     for size in (0, MiB - 1, 2 * MiB):
         with pytest.raises(PermissionError):
             os.ftruncate(pool, size)
+    with pytest.raises(PermissionError):
+        os.ftruncate(table, 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(table, 4096)
     assert _fallocate(pool, 0, MiB, 4096) == errno.EPERM
     works(writer, reader)  # others can still map and write
     reader.memory.buffer[:4096] = b"k" * 4096
@@ -612,17 +513,6 @@ def test_what_a_peer_can_do_with_the_descriptor_of_the_pool(sides: tuple[Side, S
 
 
 # ---- full books, dead threads ---------------------------------------------------------------------------
-
-
-def test_a_full_table_of_grants_refuses_and_frees(sides: tuple[Side, Side]) -> None:
-    writer, reader = sides
-    for epoch in range(1, SLOTS + 1):
-        reader.transport.grant(writer.me, epoch, whole(MiB))
-    with pytest.raises(OutOfCapacity):
-        reader.transport.grant(writer.me, SLOTS + 1, whole(MiB))
-    reader.transport.fence(writer.me, 5)
-    assert isinstance(reader.next(), Fenced)
-    works(writer, reader, epoch=SLOTS + 1)
 
 
 def test_more_writes_than_can_wait_fail_one_by_one() -> None:
@@ -652,10 +542,8 @@ def test_more_writes_than_can_wait_fail_one_by_one() -> None:
 
 
 def test_after_the_death_of_a_copying_thread_fences_are_answered_and_writes_refused(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Side, Side], hooked: threading.Event
 ) -> None:
-    hooked = threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
     writer, reader = sides
     works(writer, reader)
 
@@ -676,10 +564,8 @@ def test_after_the_death_of_a_copying_thread_fences_are_answered_and_writes_refu
 
 
 def test_an_answer_that_was_due_when_the_loop_died_is_told(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Side, Side], hooked: threading.Event
 ) -> None:
-    hooked = threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
     writer, reader = sides
     works(writer, reader)
     free = writer.busy()
@@ -762,8 +648,7 @@ def test_nothing_is_written_to_a_reader_whose_socket_has_ended(sides: tuple[Side
     """Its process lives and grants the epoch still: nobody would hear of an end of these writes."""
     writer, reader = sides
     works(writer, reader)
-    incoming = reader.transport._incoming
-    assert incoming is not None
+    incoming = reader.incoming
     (peer,) = incoming.writers[writer.me]
     reader.on_loop(lambda: incoming._socket_ended(peer))
     writer.on_loop(lambda: None)
@@ -823,6 +708,24 @@ def test_a_writer_that_is_closed_inside_a_slice_says_no_goodbye_and_keeps_the_po
     writer.memory.close()
 
 
+def test_a_write_while_its_transport_closes_touches_no_pool_that_is_unmapped(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from the loop of a transport that stages over this one: it would have ended by a ValueError."""
+    writer, reader = sides
+    works(writer, reader)
+    stop = writer.transport._loop.stop
+
+    def late(*args: Any) -> bool:
+        assert writer.transport._paths.of[reader.me].mapped.pool.closed
+        writer.transport.write(reader.me, 7, 2, [CopyBlock(0, 0, 1, 1)])
+        return stop(*args)
+
+    monkeypatch.setattr(writer.transport._loop, "stop", late)
+    writer.transport.close()
+    assert writer.events.empty()
+
+
 def test_a_path_that_is_not_wanted_when_it_stands_leaves_nothing(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -850,8 +753,7 @@ def test_what_waits_for_a_reader_whose_socket_has_ended_fails_at_once(
     monkeypatch.setattr(shm_out, "DEATH_GRACE_S", 3600.0)
     writer, reader = Side(rank("aaaa"), copy_threads=1), Side(rank("bbbb"))
     works(writer, reader)
-    incoming = reader.transport._incoming
-    assert incoming is not None
+    incoming = reader.incoming
     (peer,) = incoming.writers[writer.me]
     inside, go = threading.Event(), threading.Event()
     monkeypatch.setattr(writer.transport._copier, "_copy", lambda *_: (inside.set(), go.wait(60)))
@@ -874,8 +776,7 @@ def test_the_end_of_the_socket_of_a_reader_that_was_dead_already_is_a_proof(side
     """The kernel had no descriptor for its process when the path was made."""
     writer, reader = sides
     works(writer, reader)
-    incoming, path = reader.transport._incoming, writer.transport._paths.of[reader.me]
-    assert incoming is not None
+    incoming, path = reader.incoming, writer.transport._paths.of[reader.me]
     (peer,) = incoming.writers[writer.me]
 
     def forget_process() -> None:
@@ -893,12 +794,8 @@ def test_the_end_of_the_socket_of_a_reader_that_was_dead_already_is_a_proof(side
 def test_who_came_again_is_not_gone_because_its_old_socket_ended(sides: tuple[Side, Side]) -> None:
     """The old process closed its socket and died; the second of waiting for that is not the new one's."""
     _, reader = sides
-    incoming = reader.transport._incoming
-    assert incoming is not None
-    sock, proof, answer = begin(reader, rank("again"))
-    sock.send(answer)
-    for fd in take(sock, proof):
-        os.close(fd)
+    incoming = reader.incoming
+    sock = reader.enter(rank("again"))
     (old,) = incoming.writers[rank("again")]
     timers: list[Timer] = []
 
@@ -930,8 +827,7 @@ class Strange(ShmHost):
 
 def test_a_process_of_another_user_is_given_nothing_though_it_knows_the_key() -> None:
     reader = Side(rank("bbbb"))
-    incoming = reader.transport._incoming
-    assert incoming is not None
+    incoming = reader.incoming
     incoming._host = Strange()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(60)
@@ -983,14 +879,13 @@ def test_on_an_older_kernel_the_process_is_found_by_its_number(monkeypatch: pyte
 
 def test_a_process_that_ended_in_the_handshake_is_refused(sides: tuple[Side, Side]) -> None:
     _, reader = sides
-    incoming = reader.transport._incoming
-    assert incoming is not None
+    incoming = reader.incoming
 
     class Ended(ShmHost):
         def peer_pidfd(self, sock: socket.socket) -> int | None:
             return None
 
-    sock, proof, answer = begin(reader, rank("ended"))
+    sock, proof, answer = reader.begin(rank("ended"))
     incoming._host = Ended()
     sock.send(answer)
     with pytest.raises(PeerRefused, match="the process is gone"):
@@ -1035,7 +930,7 @@ def test_memory_that_could_shrink_under_a_writer_is_not_mapped(loose: str) -> No
 
     proof: Any = SimpleNamespace(finish=lambda _verdict: None)
     with pytest.raises(PeerRefused, match="memory is not what" if loose == "pool" else "table of grants"):
-        shm_out.take_memory(None, proof, 4096, Told())  # type: ignore[arg-type]
+        shm_out.take_memory(None, proof, 4096, Told())
     for fd in fds:
         with pytest.raises(OSError):
             os.fstat(fd)

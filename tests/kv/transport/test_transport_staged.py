@@ -38,14 +38,14 @@ from segue.kv.transport.epochs import Grants
 from segue.kv.transport.kinds import KINDS
 from segue.kv.transport.memory.pool_memory import Memory, Region, allocate, host_region
 from segue.kv.transport.options import TransportOptions
-from segue.kv.transport.paths import Write
 from segue.kv.transport.staged import staged_transport
 from segue.kv.transport.staged import staged_wire as wire
 from segue.kv.transport.staged.staged_copies import Copies, CopyThreads, PackedPiece, pack
 from segue.kv.transport.staged.staged_in import MAX_PIECES, InPiece, StagedReader
-from segue.kv.transport.staged.staged_out import StagedWriter
+from segue.kv.transport.staged.staged_out import WINDOW, StagedWriter
 from segue.kv.transport.staged.staged_slots import Slots
 from segue.kv.transport.staged.staged_transport import StagedHost, StagedTransport, StagedTuning
+from segue.kv.transport.write_book import Write
 
 PATIENCE_S = 60.0
 NAMES = ["staged_tcp", "staged_shm"]
@@ -85,6 +85,46 @@ def ends(name: str, count: int, nbytes: int, **options: int) -> Iterator[list[En
             end.transport.close()
 
 
+@contextmanager
+def linked(name: str = "staged_tcp") -> Iterator[tuple[End, End]]:
+    """A writer and a reader that it is connected to, which grants it epoch 3."""
+    with ends(name, 2, MiB) as (writer, reader):
+        writer.connect(reader)
+        reader.transport.grant(writer.me, 3, whole(MiB))
+        yield writer, reader
+
+
+def drain(*of: End) -> None:
+    """What was posted to their loops has run."""
+    for end in of:
+        turned = threading.Event()
+        end.transport._loop.post(turned.set)
+        assert turned.wait(PATIENCE_S)
+
+
+@contextmanager
+def held_copies(end: End, way: str = "out") -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Copies out of the memory of `end` (or `into` it) begin, and wait for the second event."""
+    copies = end.transport._copies
+    copy, began, goes_on = getattr(copies, way), threading.Event(), threading.Event()
+
+    def slow(blocks: list[CopyBlock], slot: int) -> None:
+        began.set()
+        assert goes_on.wait(PATIENCE_S)
+        copy(blocks, slot)
+
+    setattr(copies, way, slow)
+    try:
+        yield began, goes_on
+    finally:
+        goes_on.set()
+        setattr(copies, way, copy)
+
+
+def kinds(events: list[TransportEvent]) -> list[type]:
+    return [type(event) for event in events]
+
+
 @pytest.mark.parametrize("slots", [1, 2, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_pools_that_are_full_of_one_another_s_pieces_still_move(name: str, slots: int) -> None:
@@ -107,11 +147,8 @@ def test_pools_that_are_full_of_one_another_s_pieces_still_move(name: str, slots
             sent = made[n].array[half * nbytes : (half + 1) * nbytes]
             assert np.array_equal(made[to].array[(2 + half) * nbytes : (3 + half) * nbytes], sent)
         for end in made:
-            transport = end.transport
-            drained = threading.Event()
-            transport._loop.post(drained.set)
-            assert drained.wait(PATIENCE_S)
-            assert (transport.out_slots.held, transport.in_slots.held) == (0, 0)
+            drain(end)
+            assert (end.transport.out_slots.held, end.transport.in_slots.held) == (0, 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -238,12 +275,12 @@ def test_a_writer_that_says_what_it_may_not_is_cut_and_writes_nothing(message: m
         writer.connect(reader)
         reader.array[:] = 9
         reader.transport.grant(writer.me, 3, whole(2048))
-        (path,) = writer.transport._writers.values()  # type: ignore[attr-defined]
+        path = writer.transport._writers[0].stream
         told = threading.Event()
         said = path._told
         path._told = lambda _message: told.set()  # the writer is an impostor from now on
         for each in (wire.Want(1, 3, 100), message):
-            writer.transport._loop.post(lambda each=each: path.send(each))  # type: ignore[attr-defined]
+            writer.transport._loop.post(lambda each=each: path.send(each))
             if isinstance(each, wire.Want) and each.number == 1:
                 assert told.wait(PATIENCE_S)
         if message == wire.Filled(5, [CopyBlock(0, 0, 1, 10)]):
@@ -266,37 +303,45 @@ def test_staging_stands_for_what_takes_no_device_memory_and_for_nothing_else() -
     device = Memory([Region(tensor.data_ptr(), 64, "cpu:0", owner=tensor)])
     host = Memory([host_region(np.zeros(64, np.uint8))])
     assert KINDS.for_memory(["shm", "tcp"], device) == ["staged_shm", "staged_tcp"]
-    assert KINDS.for_memory(["cuda_ipc", "tcp"], device) == ["cuda_ipc", "tcp"]
+    assert KINDS.for_memory(["mori", "tcp"], device) == ["mori", "tcp"]
     assert KINDS.for_memory(["shm", "tcp"], host) == ["shm", "tcp"]
 
 
 # ---- the reader's slots ------------------------------------------------------------------------------
 
 
-class Reading:
-    """The transport of one reading path, with two slots."""
+class Said:
+    """The control stream of a path, with what was said over it and the words that are owed for that."""
 
     def __init__(self) -> None:
-        self.in_slots, self.slot_bytes, self.grants = Slots(0, 64, 4), 64, Grants()
         self.said: list[msgspec.Struct] = []
-        self.fenced: list[int] = []
-        self.copies: list[Callable[[SegueError | None], None]] = []
-        self.events: list[object] = []
-        self.open = True
         self.owed = 0
-        self.forgotten: list[int] = []
-        self.path = StagedReader(self, WRITER, self.say, self.answered, self.closed)
-        self.grants.add(WRITER, 7, whole(64))
+        self.open = True
 
-    def say(self, message: msgspec.Struct, owes: bool) -> None:
+    def send(self, message: msgspec.Struct, *, owes: bool = False) -> None:
         self.said.append(message)
         self.owed += owes
 
     def answered(self) -> None:
         self.owed -= 1
 
-    def closed(self) -> None:
+    def close(self) -> None:
         self.open = False
+
+
+class Reading(Said):
+    """The transport of one reading path, with two slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_slots, self.slot_bytes, self.grants = Slots(0, 64, 4), 64, Grants()
+        self.fenced: list[int] = []
+        self.copies: list[Callable[[SegueError | None], None]] = []
+        self.events: list[object] = []
+        self.forgotten: list[int] = []
+        self.path = StagedReader(self, WRITER)
+        self.path.stream = self
+        self.grants.add(WRITER, 7, whole(64))
 
     def inner_grant(self, peer: RankId, offset: int, nbytes: int, path: StagedReader, piece: InPiece) -> int:
         return 100 + piece.number
@@ -360,7 +405,7 @@ def test_a_slot_is_given_on_when_neither_end_writes_there(word: msgspec.Struct |
         else:
             host.path.told(word)
     assert (host.in_slots.held, host.forgotten) == (0, [101])
-    assert [type(event) for event in host.events] == ([PeerGone, Forgotten] if word is None else [])
+    assert kinds(host.events) == ([PeerGone, Forgotten] if word is None else [])
 
 
 def test_a_writer_asks_for_a_bounded_number_of_slots() -> None:
@@ -372,24 +417,17 @@ def test_a_writer_asks_for_a_bounded_number_of_slots() -> None:
     assert len(host.path.pieces) == MAX_PIECES
 
 
-class Writing:
+class Writing(Said):
     """The transport of one writing path, with four slots."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.out_slots, self.slot_bytes, self.max_waiting = Slots(0, 64, 4), 64, 8
-        self.said: list[msgspec.Struct] = []
         self.events: list[TransportEvent] = []
         self.copies: list[Callable[[SegueError | None], None]] = []
         self.numbers = iter(range(1, 99))
-        self.owed = 0
-        self.path = StagedWriter(self, WRITER, 4096, 64, self.say, self.answered, no, threading.Event())
-
-    def say(self, message: msgspec.Struct, owes: bool) -> None:
-        self.said.append(message)
-        self.owed += owes
-
-    def answered(self) -> None:
-        self.owed -= 1
+        self.path = StagedWriter(self, WRITER, 4096, 64, threading.Event())
+        self.path.stream = self
 
     def number(self) -> int:
         return next(self.numbers)
@@ -411,10 +449,6 @@ class Writing:
         return True
 
 
-def no() -> None:
-    """Not done."""
-
-
 @pytest.mark.parametrize("refused", [True, False])
 def test_a_write_that_the_inner_transport_did_not_carry_has_failed_as_that_says(refused: bool) -> None:
     """A refusal leaves the path as it is: the reader does not grant the epoch any more, or the slot's."""
@@ -427,6 +461,14 @@ def test_a_write_that_the_inner_transport_did_not_carry_has_failed_as_that_says(
     assert host.events[0] == WriteFailed(WRITER, 7, 1, error, refused)
     assert [type(event) for event in host.events[1:]] == ([] if refused else [PeerGone])
     assert host.out_slots.held == 0
+
+
+def test_no_piece_of_a_fenced_epoch_asks_for_a_slot_that_another_one_has_given_up() -> None:
+    host = Writing()
+    host.path.write(Write(7, 1, 2 * WINDOW * 64, 0.0), [CopyBlock(0, 0, 1, 2 * WINDOW * 64)])
+    host.path.fence(7)
+    assert [type(message) for message in host.said] == [wire.Want] * WINDOW + [wire.GivenUp] * WINDOW
+    assert kinds(host.events) == [WriteFailed, Fenced]
 
 
 @pytest.mark.parametrize("word", [wire.PieceCopied(1), wire.PieceRefused(1)])
@@ -459,8 +501,7 @@ def test_a_fence_of_a_path_that_broke_proves_nothing_of_a_piece_that_was_filled(
     assert host.events == []
     for ended in host.copies[filled:]:
         ended(None)
-    kinds = [type(event) for event in host.events]
-    assert kinds == [WriteFailed, Fenced, PeerGone]
+    assert kinds(host.events) == [WriteFailed, Fenced, PeerGone]
     assert host.events[1] == Fenced(WRITER, 7, not filled)
     assert host.out_slots.held == 0
 
@@ -520,8 +561,8 @@ class JoinedReading(Reading):
         super().__init__()
         self.joined = joined
 
-    def say(self, message: msgspec.Struct, owes: bool) -> None:
-        super().say(message, owes)
+    def send(self, message: msgspec.Struct, *, owes: bool = False) -> None:
+        super().send(message, owes=owes)
         self.joined.messages.append((self.joined.writing.path, message))
 
     def inner_fence(self, peer: RankId, epoch: int) -> None:
@@ -533,29 +574,25 @@ class JoinedReading(Reading):
         self.joined.local.append(lambda: ended(None))
 
 
-class Joined:
+class Joined(Said):
     """Both ends of one path. `messages` are on their way, `local` are copies and answers of the inner
     transport, which is one that has proofs of its own or (not `proven`) none."""
 
     def __init__(self, proven: bool) -> None:
+        super().__init__()
         self.proven = proven
         self.messages: list[tuple[StagedReader | StagedWriter, msgspec.Struct]] = []
         self.local: list[Callable[[], None]] = []
-        self.owed_to_writer = 0
         self.writing = Writing()
         writing = self.writing
-        writing.path._say = self.say  # type: ignore[method-assign]
-        writing.path._answered = self.answered  # type: ignore[method-assign]
-        writing.copy_out = lambda packed, slot, ended: self.local.append(lambda: ended(None))  # type: ignore[method-assign]
-        writing.inner_write = self.inner_write  # type: ignore[method-assign]
+        writing.path.stream = self
+        writing.copy_out = lambda packed, slot, ended: self.local.append(lambda: ended(None))
+        writing.inner_write = self.inner_write
         self.reading = JoinedReading(self)
 
-    def say(self, message: msgspec.Struct, owes: bool) -> None:
-        self.owed_to_writer += owes
+    def send(self, message: msgspec.Struct, *, owes: bool = False) -> None:
+        super().send(message, owes=owes)
         self.messages.append((self.reading.path, message))
-
-    def answered(self) -> None:
-        self.owed_to_writer -= 1
 
     def inner_write(self, peer: RankId, epoch: int, tag: int, block: CopyBlock) -> None:
         event = Written(peer, epoch, tag, block.nbytes, 0.0)
@@ -567,7 +604,7 @@ class Joined:
             self.local.pop(0)()
         elif self.messages:
             path, message = self.messages.pop(0)
-            path.told(message)  # type: ignore[arg-type]
+            path.told(message)
         else:
             return False
         return True
@@ -599,11 +636,11 @@ def test_a_path_that_ends_at_one_end_alone_keeps_no_slot_whatever_its_pieces_had
             joined.messages.clear()
             if joined.reading.owed and reader.over is None:
                 reader.end(TransferFailed("silence"))
-            if joined.owed_to_writer and writer.error is None:
+            if joined.owed and writer.error is None:
                 writer.end(TransferFailed("silence"))
         assert fenced == [True], step
-        kinds = [type(event) for event in joined.writing.events if not isinstance(event, PeerGone)]
-        assert kinds in ([WriteFailed, Fenced], [Written, Fenced]), step
+        told = [kind for kind in kinds(joined.writing.events) if kind is not PeerGone]
+        assert told in ([WriteFailed, Fenced], [Written, Fenced]), step
         assert joined.writing.out_slots.held == 0, step
         if not proven and joined.reading.in_slots.held:
             assert reader.over is not None, f"nobody ends the path of step {step}"
@@ -618,14 +655,14 @@ def test_the_end_of_a_path_is_told_once_however_many_pieces_end_with_it() -> Non
     host.path.write(Write(7, 1, 256, 0.0), [CopyBlock(0, 0, 1, 256)])
     host.path.end(TransferFailed("cut"))
     host.path.end(TransferFailed("again"))
-    assert [type(event) for event in host.events] == [WriteFailed, PeerGone]
+    assert kinds(host.events) == [WriteFailed, PeerGone]
     reading = Reading()
     reading.path.told(wire.Want(1, 7, 10))
     (piece,) = reading.path.pieces.values()
     reading.path.end(TransferFailed("cut"))
     reading.path.fenced(piece, True)
     reading.path.end(TransferFailed("again"))
-    assert [type(event) for event in reading.events] == [PeerGone, Forgotten]
+    assert kinds(reading.events) == [PeerGone, Forgotten]
 
 
 def test_copies_that_wait_do_not_begin_after_the_end_of_their_threads() -> None:
@@ -675,7 +712,7 @@ def test_a_new_path_waits_for_the_end_of_the_inner_one_and_no_longer(
     monkeypatch.setattr(staged_transport, "_LINGER_S", 10 * PATIENCE_S)
     with ends(name, 2, MiB) as (writer, reader):
         writer.connect(reader)
-        emitter = writer.transport._inner._emitter  # type: ignore[attr-defined]
+        emitter = writer.transport._inner._emitter
         late: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         tell = emitter._on_event
         if first == "control stream":
@@ -701,40 +738,13 @@ def test_a_new_path_waits_for_the_end_of_the_inner_one_and_no_longer(
             drain(writer)
             assert writer.events.empty(), "a fence is one of the new path"
             goes_on.set()
-            assert [type(event) for event in writer.wait(2)] == [WriteFailed, Fenced]
+            assert kinds(writer.wait(2)) == [WriteFailed, Fenced]
         again.transport.close()
-
-
-@contextmanager
-def held_copies(end: End) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Copies out of the memory of `end` begin, and wait for the second event."""
-    copies = end.transport._copies  # type: ignore[attr-defined]
-    out, began, goes_on = copies.out, threading.Event(), threading.Event()
-
-    def slow(blocks: list[CopyBlock], slot: int) -> None:
-        began.set()
-        assert goes_on.wait(PATIENCE_S)
-        out(blocks, slot)
-
-    copies.out = slow
-    try:
-        yield began, goes_on
-    finally:
-        goes_on.set()
-        copies.out = out
-
-
-def drain(*ends: End) -> None:
-    """What was posted to their loops has run."""
-    for end in ends:
-        turned = threading.Event()
-        end.transport._loop.post(turned.set)  # type: ignore[attr-defined]
-        assert turned.wait(PATIENCE_S)
 
 
 def test_a_connect_that_the_inner_transport_refuses_leaves_nothing_at_either_end() -> None:
     with ends("staged_tcp", 2, MiB) as (writer, reader):
-        inner = writer.transport._inner  # type: ignore[attr-defined]
+        inner = writer.transport._inner
         connect, left = inner.connect, []
 
         def full(peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
@@ -748,7 +758,7 @@ def test_a_connect_that_the_inner_transport_refuses_leaves_nothing_at_either_end
         (gone,) = reader.wait(1)
         assert (type(gone), gone.peer) == (PeerGone, writer.me)
         drain(reader)
-        assert not reader.transport._readers  # type: ignore[attr-defined]
+        assert not reader.transport._readers
         inner.connect = connect
         writer.connect(reader)
         reader.transport.grant(writer.me, 3, whole(MiB))
@@ -762,23 +772,21 @@ def test_an_endpoint_without_slots_is_refused() -> None:
         reader.endpoint = msgspec.structs.replace(reader.endpoint, data=msgspec.msgpack.encode(data))
         with pytest.raises(PeerRefused, match="slots of 0 bytes"):
             writer.connect(reader)
-        assert not writer.transport._writers  # type: ignore[attr-defined]
+        assert not writer.transport._writers
 
 
 def test_a_connect_does_not_wait_for_an_old_path_for_ever() -> None:
-    with ends("staged_tcp", 2, MiB) as (writer, reader):
-        writer.connect(reader)
-        reader.transport.grant(writer.me, 3, whole(MiB))
+    with linked() as (writer, reader):
         with held_copies(writer) as (began, goes_on):
             writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
             assert began.wait(PATIENCE_S)
-            (path,) = writer.transport._writers  # type: ignore[attr-defined]
-            writer.transport._loop.post(lambda: path.end(TransferFailed("cut")))  # type: ignore[attr-defined]
+            (path,) = writer.transport._writers
+            writer.transport._loop.post(lambda: path.end(TransferFailed("cut")))
             drain(writer)
             with pytest.raises(BootstrapTimeout, match=r"did not end within 0\.05 s"):
                 writer.transport.connect(reader.me, reader.endpoint, 0.05)
             goes_on.set()
-            assert [type(event) for event in writer.wait(2)] == [WriteFailed, PeerGone]
+            assert kinds(writer.wait(2)) == [WriteFailed, PeerGone]
         writer.connect(reader)
 
 
@@ -787,7 +795,7 @@ def test_a_registration_without_memory_for_slots_says_what_to_change_and_frees_t
         def slots(self, nbytes: int) -> Memory:
             raise OutOfCapacity("no memory")
 
-    held = HeldPort()
+    held = HeldPort(count=2)  # the inner transport has the next one
     options = TransportOptions(me=rank("aaaa"), port=held.port, staging_bytes=64 * 1024)
     memory = Memory([host_region(np.zeros(64, np.uint8))])
     kind = KINDS.kind("staged_tcp")
@@ -801,27 +809,9 @@ def test_a_registration_without_memory_for_slots_says_what_to_change_and_frees_t
         transport.close()
 
 
-def test_slots_that_a_copy_still_uses_at_the_end_stay_mapped(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with ends("staged_tcp", 2, MiB) as (writer, reader):
-        writer.connect(reader)
-        reader.transport.grant(writer.me, 3, whole(MiB))
-        with held_copies(writer) as (began, _):
-            writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
-            assert began.wait(PATIENCE_S)
-            slots = writer.transport._slots  # type: ignore[attr-defined]
-            monkeypatch.setattr(staged_transport, "_CLOSE_S", 0.05)
-            writer.transport.close()
-            assert "its memory must stay" in caplog.text
-            slots.buffer[0] = 1  # would raise, or worse
-        assert writer.events.empty(), "no event after close"
-        monkeypatch.undo()
-
-
 def test_slots_are_unmapped_at_the_end() -> None:
     with ends("staged_tcp", 1, MiB) as (end,):
-        slots = end.transport._slots  # type: ignore[attr-defined]
+        slots = end.transport._slots
         end.transport.close()
         with pytest.raises(ValueError, match=r"released|closed"):
             slots.buffer[0] = 1
@@ -836,23 +826,23 @@ def test_the_end_of_one_writer_is_no_proof_of_another_one() -> None:
         with held_copies(writer) as (began, goes_on):
             writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
             assert began.wait(PATIENCE_S)
-            (path,) = reader.transport._readers[writer.me]  # type: ignore[attr-defined]
-            reader.transport._loop.post(lambda: path.end(TransferFailed("cut")))  # type: ignore[attr-defined]
+            (path,) = reader.transport._readers[writer.me]
+            reader.transport._loop.post(lambda: path.end(TransferFailed("cut")))
             assert reader.wait(1)[0].peer == writer.me
             unproven = PeerGone(writer.me, False, TransferFailed("its socket has ended"))
             of_another = PeerGone(other.me, True, TransferFailed("it is dead"))
             for event in (unproven, of_another):
-                reader.transport._from_inner(event)  # type: ignore[attr-defined]
+                reader.transport._from_inner(event)
             drain(reader, reader)
-            assert reader.transport.in_slots.held == 1  # type: ignore[attr-defined]
+            assert reader.transport.in_slots.held == 1
             goes_on.set()
         writer.transport.close()
         deadline = threading.Event()
         for _ in range(int(PATIENCE_S * 100)):
-            if not reader.transport.in_slots.held:  # type: ignore[attr-defined]
+            if not reader.transport.in_slots.held:
                 break
             deadline.wait(0.01)
-        assert reader.transport.in_slots.held == 0, "its goodbye is one"  # type: ignore[attr-defined]
+        assert reader.transport.in_slots.held == 0, "its goodbye is one"
 
 
 @pytest.mark.slow
@@ -860,49 +850,32 @@ def test_the_end_of_one_writer_is_no_proof_of_another_one() -> None:
 def test_paths_that_break_again_and_again_cost_no_slot(name: str) -> None:
     """Each time pieces have a slot of the reader, into which the writer's process might still write."""
     with ends(name, 2, MiB) as (writer, reader):
-        copies = writer.transport._copies  # type: ignore[attr-defined]
-        out = copies.out
         for epoch in range(3):
             writer.connect(reader)
             reader.transport.grant(writer.me, epoch, whole(MiB))
-            began, goes_on = threading.Event(), threading.Event()
-
-            def slow(
-                blocks: list[CopyBlock],
-                slot: int,
-                began: threading.Event = began,
-                goes_on: threading.Event = goes_on,
-            ) -> None:
-                began.set()
-                assert goes_on.wait(PATIENCE_S)
-                out(blocks, slot)
-
-            copies.out = slow
-            writer.transport.write(reader.me, epoch, 1, [CopyBlock(0, 0, 1, MiB)])
-            assert began.wait(PATIENCE_S)
-            path = reader.transport._readers[writer.me][-1]  # type: ignore[attr-defined]
-            reader.transport._loop.post(lambda path=path: path.end(TransferFailed("cut")))  # type: ignore[attr-defined]
-            assert isinstance(reader.wait(1)[0], PeerGone)
-            goes_on.set()
-            assert [type(event) for event in writer.wait(2)] == [WriteFailed, PeerGone]
-        copies.out = out
+            with held_copies(writer) as (began, goes_on):
+                writer.transport.write(reader.me, epoch, 1, [CopyBlock(0, 0, 1, MiB)])
+                assert began.wait(PATIENCE_S)
+                path = reader.transport._readers[writer.me][-1]
+                reader.transport._loop.post(lambda path=path: path.end(TransferFailed("cut")))
+                assert isinstance(reader.wait(1)[0], PeerGone)
+                goes_on.set()
+                assert kinds(writer.wait(2)) == [WriteFailed, PeerGone]
         writer.connect(reader)
         reader.transport.grant(writer.me, 9, whole(MiB))
         writer.transport.write(reader.me, 9, 1, [CopyBlock(0, 0, 1, MiB)])
         assert isinstance(writer.wait(1)[0], Written)
-        assert len(reader.transport._readers[writer.me]) == 1  # type: ignore[attr-defined]
-        assert reader.transport.in_slots.held == 0  # type: ignore[attr-defined]
+        assert len(reader.transport._readers[writer.me]) == 1
+        assert reader.transport.in_slots.held == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_path_ends_with_its_inner_path_though_nothing_is_written(name: str) -> None:
     """Else the next hand-off would find out, and fail."""
-    with ends(name, 2, MiB) as (writer, reader):
-        writer.connect(reader)
-        reader.transport.grant(writer.me, 3, whole(MiB))
+    with linked(name) as (writer, reader):
         writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
         assert isinstance(writer.wait(1)[0], Written)
-        reader.transport._inner.close()  # type: ignore[attr-defined]
+        reader.transport._inner.close()
         assert isinstance(writer.wait(1)[0], PeerGone)
 
 
@@ -910,27 +883,18 @@ def test_a_copy_that_hangs_holds_up_the_end_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A device may hang. Its slots stay mapped, for it might still copy."""
-    monkeypatch.setattr(staged_transport, "_CLOSE_S", 0.2)
-    goes_on = threading.Event()
-    with ends("staged_tcp", 2, MiB) as (writer, reader):
-        writer.connect(reader)
-        reader.transport.grant(writer.me, 3, whole(MiB))
-        copies, began = writer.transport._copies, threading.Event()  # type: ignore[attr-defined]
-        slots, out, done = copies._slots, copies.out, threading.Event()
-
-        def hangs(blocks: list[CopyBlock], slot: int) -> None:
-            began.set()
-            assert goes_on.wait(PATIENCE_S)
-            out(blocks, slot)
-            done.set()
-
-        copies.out = hangs
-        writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+    monkeypatch.setattr(staged_transport, "_CLOSE_S", 0.05)
+    with linked() as (writer, _), held_copies(writer) as (began, goes_on):
+        slots, threads = writer.transport._slots, writer.transport._copying._threads
+        writer.transport.write(rank("bbbb"), 3, 1, [CopyBlock(0, 0, 1, 100)])
         assert began.wait(PATIENCE_S)
         writer.transport.close()
-        assert "must stay" in caplog.text
+        assert "its memory must stay" in caplog.text
         goes_on.set()
-        assert done.wait(PATIENCE_S), "the slots are there"
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        slots.buffer[0] = 1  # would raise, or worse
+        assert writer.events.empty(), "no event after close"
         slots.close()
 
 
@@ -966,7 +930,7 @@ class Half:
         self.spec = PoolSpec(shape=SHAPE, page_tokens=PAGE, pages=PAGES, layer_count=3, head_count=2)
         self.tensor = torch.zeros(self.spec.nbytes, dtype=torch.uint8)
         kind = {"device": "cpu:0"} if on_device else {}
-        region = Region(self.tensor.data_ptr(), self.tensor.nbytes, owner=self.tensor, **kind)  # type: ignore[arg-type]
+        region = Region(self.tensor.data_ptr(), self.tensor.nbytes, owner=self.tensor, **kind)
         self.changes: queue.Queue[Change] = queue.Queue()
         config = KVConfig(
             role=role,
@@ -980,8 +944,8 @@ class Half:
         self.me, self.address = config.me, self.manager.start()
 
     def wait(self, handle: object, phase: KVPoll) -> None:
-        while (now := handle.poll()) is not phase:  # type: ignore[attr-defined]
-            assert not now.terminal, handle.error  # type: ignore[attr-defined]
+        while (now := handle.poll()) is not phase:
+            assert not now.terminal, handle.error
             self.changes.get(timeout=PATIENCE_S)
 
 
@@ -1048,7 +1012,7 @@ def test_a_byte_that_changed_on_a_device_ends_both_halves() -> None:
         receiver = decode.manager.receive(key, prefill.me, TOKENS, PATIENCE_S)
         decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
         receiver.publish(range(12))
-        (transport,) = decode.manager._ranks[0]._by_name.values()  # type: ignore[attr-defined]
+        (transport,) = decode.manager._ranks[0]._by_name.values()
         into = transport._copies.into
 
         def flipped(blocks: list[CopyBlock], slot: int) -> None:
@@ -1065,10 +1029,8 @@ def test_a_byte_that_changed_on_a_device_ends_both_halves() -> None:
 
 
 def test_a_copy_that_fails_fails_its_hand_off_and_no_slot_is_lost() -> None:
-    with ends("staged_tcp", 2, MiB) as (writer, reader):
-        writer.connect(reader)
-        reader.transport.grant(writer.me, 3, whole(MiB))
-        copies = writer.transport._copies  # type: ignore[attr-defined]
+    with linked() as (writer, reader):
+        copies = writer.transport._copies
         out = copies.out
 
         def broken(blocks: list[CopyBlock], slot: int) -> None:
@@ -1087,37 +1049,24 @@ def test_a_copy_that_fails_fails_its_hand_off_and_no_slot_is_lost() -> None:
 
 def test_a_path_that_has_ended_is_over_when_its_last_copy_is_and_no_sooner() -> None:
     """Until then nothing is told of it, its fences are not answered, and no other path is opened."""
-    with ends("staged_tcp", 2, MiB) as (writer, reader):
-        writer.connect(reader)
-        reader.transport.grant(writer.me, 3, whole(MiB))
-        copies = writer.transport._copies  # type: ignore[attr-defined]
-        out, began, goes_on = copies.out, threading.Event(), threading.Event()
-
-        def slow(blocks: list[CopyBlock], slot: int) -> None:
-            began.set()
-            assert goes_on.wait(PATIENCE_S)
-            out(blocks, slot)
-
-        copies.out = slow
-        writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
-        assert began.wait(PATIENCE_S)
-        (path,) = writer.transport._writers  # type: ignore[attr-defined]
-        ended, end = threading.Event(), path.end
-        path.end = lambda error: (end(error), ended.set())
-        reader.transport.close()
-        assert ended.wait(PATIENCE_S)
-        writer.transport.fence(reader.me, 3)
-        again = End("staged_tcp", reader.me, MiB)
-        connecting = threading.Thread(target=writer.connect, args=(again,))
-        connecting.start()
-        drained = threading.Event()
-        writer.transport._loop.post(drained.set)  # type: ignore[attr-defined]
-        assert drained.wait(PATIENCE_S)
-        assert writer.events.empty(), "the copy still reads the memory"
-        assert connecting.is_alive()
-        goes_on.set()
-        kinds = [type(event).__name__ for event in writer.wait(3)]
-        assert kinds == ["WriteFailed", "Fenced", "PeerGone"]
+    with linked() as (writer, reader):
+        with held_copies(writer) as (began, goes_on):
+            writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+            assert began.wait(PATIENCE_S)
+            (path,) = writer.transport._writers
+            ended, end = threading.Event(), path.end
+            path.end = path.stream._ended = lambda error: (end(error), ended.set())
+            reader.transport.close()
+            assert ended.wait(PATIENCE_S)
+            writer.transport.fence(reader.me, 3)
+            again = End("staged_tcp", reader.me, MiB)
+            connecting = threading.Thread(target=writer.connect, args=(again,))
+            connecting.start()
+            drain(writer)
+            assert writer.events.empty(), "the copy still reads the memory"
+            assert connecting.is_alive()
+            goes_on.set()
+            assert kinds(writer.wait(3)) == [WriteFailed, Fenced, PeerGone]
         connecting.join(PATIENCE_S)
         again.transport.grant(writer.me, 5, whole(MiB))
         writer.transport.write(again.me, 5, 2, [CopyBlock(0, 0, 1, 100)])
@@ -1127,39 +1076,22 @@ def test_a_path_that_has_ended_is_over_when_its_last_copy_is_and_no_sooner() -> 
 
 @pytest.mark.parametrize("ends_by", ["reader", "writer", "stream"])
 def test_nobody_hears_of_an_end_while_a_copy_still_writes_the_memory(ends_by: str) -> None:
-    with ends("staged_shm", 2, MiB) as (writer, reader):
-        writer.connect(reader)
+    with linked("staged_shm") as (writer, reader):
         writer.array[:] = 7
-        reader.transport.grant(writer.me, 3, whole(MiB))
-        copies = reader.transport._copies  # type: ignore[attr-defined]
-        into, began, goes_on = copies.into, threading.Event(), threading.Event()
-
-        def slow(blocks: list[CopyBlock], slot: int) -> None:
-            began.set()
-            assert goes_on.wait(PATIENCE_S)
-            into(blocks, slot)
-
-        copies.into = slow
-        writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
-        assert began.wait(PATIENCE_S)
-        if ends_by == "reader":
-            reader.transport.fence(writer.me, 3)
-        elif ends_by == "writer":
-            writer.transport.fence(reader.me, 3)
-        else:
-            (path,) = reader.transport._readers[writer.me]  # type: ignore[attr-defined]
-            reader.transport._loop.post(lambda: path.end(TransferFailed("cut")))  # type: ignore[attr-defined]
-        for end in (writer, reader, writer, reader):  # a word there and back
-            turned = threading.Event()
-            end.transport._loop.post(turned.set)  # type: ignore[attr-defined]
-            assert turned.wait(PATIENCE_S)
-        silent = reader.events.empty(), ends_by == "stream" or writer.events.empty()
-        goes_on.set()
-        assert silent == (True, True)
-        told = reader if ends_by != "writer" else writer
-        kinds = {type(event).__name__ for event in told.wait(1 if told is reader else 2)}
-        assert (
-            kinds
-            == {"reader": {"Fenced"}, "writer": {"Fenced", "WriteFailed"}, "stream": {"PeerGone"}}[ends_by]
-        )
+        with held_copies(reader, "into") as (began, goes_on):
+            writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+            assert began.wait(PATIENCE_S)
+            if ends_by == "reader":
+                reader.transport.fence(writer.me, 3)
+            elif ends_by == "writer":
+                writer.transport.fence(reader.me, 3)
+            else:
+                (path,) = reader.transport._readers[writer.me]
+                reader.transport._loop.post(lambda: path.end(TransferFailed("cut")))
+            drain(writer, reader, writer, reader)  # a word there and back
+            assert reader.events.empty()
+            assert ends_by == "stream" or writer.events.empty()
+            goes_on.set()
+            told = {"reader": [Fenced], "writer": [WriteFailed, Fenced], "stream": [PeerGone]}[ends_by]
+            assert kinds((writer if ends_by == "writer" else reader).wait(len(told))) == told
         assert (reader.array[:100] == 7).all(), "all of it was there before"

@@ -1,17 +1,16 @@
-"""`mori`, `ascend` and `cuda_ipc` over doubles that have their libraries' signatures. No hardware is here."""
+"""`mori` and `ascend` over doubles that have their libraries' signatures. No hardware is here."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from library_ends import PATIENCE_S, End
 
-import double_cuda
 import double_memfabric
 import double_mori
 from areas import whole
@@ -20,8 +19,7 @@ from segue.kv.errors import BootstrapTimeout, ConfigError, PeerRefused, SegueErr
 from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.transport.ascend import PAGE_BYTES, AscendBlob, AscendLibrary, AscendTransport
-from segue.kv.transport.base import Fenced, PeerGone, Transport, TransportEvent, WriteFailed, Written
-from segue.kv.transport.cuda_ipc import CudaIpcTransport, CudaLibrary
+from segue.kv.transport.base import Fenced, PeerGone, Transport, WriteFailed, Written
 from segue.kv.transport.library import library_modules
 from segue.kv.transport.library import library_transport as library
 from segue.kv.transport.library.library_modules import device_number, missing
@@ -30,8 +28,6 @@ from segue.kv.transport.memory.pool_memory import Memory, Region, allocate, host
 from segue.kv.transport.mori import MoriBlob, MoriLibrary, MoriTransport
 
 MiB = 2**20
-PATIENCE_S = 60.0
-E = TypeVar("E", bound=TransportEvent)
 Make = Callable[[Any, RankId], Transport]
 
 
@@ -43,49 +39,12 @@ def ascend(sink: Any, me: RankId) -> Transport:
     return AscendTransport(sink, options(me), double_memfabric.modules)
 
 
-def cuda_ipc(sink: Any, me: RankId) -> Transport:
-    return CudaIpcTransport(sink, options(me), double_cuda.modules)
-
-
 def host_arrays(*sizes: int) -> Memory:
     return Memory([host_region(np.zeros(n, np.uint8)) for n in sizes])
 
 
 def npu_memory(nbytes: int) -> Memory:
     return double_memfabric.device_memory(nbytes, page_bytes=PAGE_BYTES)
-
-
-class End:
-    """A transport, its memory and what it told."""
-
-    def __init__(self, make: Make, me: RankId, memory: Memory) -> None:
-        self.me, self.memory = me, memory
-        self.log: list[TransportEvent] = []
-        self._changed = threading.Condition()
-        self.transport = make(self._event, me)
-        try:
-            self.endpoint = self.transport.register(memory)
-        except BaseException:
-            self.transport.close()
-            raise
-
-    def _event(self, event: TransportEvent) -> None:
-        with self._changed:
-            self.log.append(event)
-            self._changed.notify_all()
-
-    def take(self, kind: type[E], **fields: object) -> E:
-        def found() -> list[E]:
-            events = [event for event in self.log if isinstance(event, kind)]
-            return [e for e in events if all(getattr(e, k) == v for k, v in fields.items())]
-
-        with self._changed:
-            assert self._changed.wait_for(found, PATIENCE_S), (kind, fields, self.log)
-            return found()[0]
-
-    def array(self, region: int = 0) -> np.ndarray:
-        owner: Any = self.memory.regions[region].owner
-        return np.asarray(owner)
 
 
 Ends = Callable[..., tuple[End, End]]
@@ -103,11 +62,11 @@ def ends() -> Iterator[Ends]:
         return writer, reader
 
     yield connected
-    for double in (double_mori, double_memfabric, double_cuda):
+    for double in (double_mori, double_memfabric):
         double.FAULTS.running.set()
     for end in made:
         end.transport.close()
-    for double in (double_mori, double_memfabric, double_cuda):
+    for double in (double_mori, double_memfabric):
         double.reset()
 
 
@@ -115,12 +74,9 @@ def move(writer: End, reader: End, epoch: int, *blocks: CopyBlock) -> Written | 
     reader.transport.grant(writer.me, epoch, whole(reader.memory.nbytes))
     writer.transport.write(reader.me, epoch, 1, blocks)
 
-    def ended() -> bool:
-        return any(isinstance(e, Written | WriteFailed) and e.epoch == epoch for e in writer.log)
-
-    with writer._changed:
-        assert writer._changed.wait_for(ended, PATIENCE_S), writer.log
-    return next(e for e in writer.log if isinstance(e, Written | WriteFailed) and e.epoch == epoch)
+    event = writer.take((Written, WriteFailed), epoch=epoch)
+    assert isinstance(event, Written | WriteFailed)
+    return event
 
 
 # ---- what all three say of an end that is no success -------------------------------------------------
@@ -160,23 +116,16 @@ def test_ascend_a_status_other_than_0_leaves_its_epoch_unsettled(ends: Ends) -> 
     unsettled(writer, reader)
 
 
-def test_cuda_ipc_a_copy_that_ended_with_an_error_leaves_its_epoch_unsettled(ends: Ends) -> None:
-    writer, reader = ends(cuda_ipc, double_cuda.device_memory(MiB), double_cuda.device_memory(MiB))
-    double_cuda.FAULTS.copies_fail = True
-    unsettled(writer, reader)
-
-
 @pytest.mark.parametrize(
     ("make", "memory", "double"),
     [
         (mori, lambda: host_arrays(MiB), double_mori),
         (ascend, lambda: npu_memory(PAGE_BYTES), double_memfabric),
-        (cuda_ipc, lambda: double_cuda.device_memory(MiB), double_cuda),
     ],
 )
 def test_a_fence_waits_for_what_runs(ends: Ends, make: Make, memory: Any, double: Any) -> None:
     writer, reader = ends(make, memory(), memory())
-    writer.array()[:4096] = 7
+    writer.arrays[0][:4096] = 7
     reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))
     double.FAULTS.running.clear()
     writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 4096)])
@@ -193,7 +142,7 @@ def test_a_fence_waits_for_what_runs(ends: Ends, make: Make, memory: Any, double
     ended = [e for e in writer.log if isinstance(e, Written | WriteFailed) and e.epoch == 3]
     assert len(ended) == 1
     if isinstance(ended[0], Written):
-        assert (reader.array()[:4096] == 7).all()
+        assert (reader.arrays[0][:4096] == 7).all()
 
 
 # ---- mori ------------------------------------------------------------------------------------------
@@ -202,7 +151,7 @@ def test_a_fence_waits_for_what_runs(ends: Ends, make: Make, memory: Any, double
 def test_mori_writes_name_offsets_in_regions_and_go_from_region_to_region(ends: Ends) -> None:
     writer, reader = ends(mori, host_arrays(MiB, 2 * MiB), host_arrays(MiB, MiB, 4096))
     for region in (0, 1):
-        writer.array(region)[:] = region + 1
+        writer.arrays[region][:] = region + 1
     at, to = writer.memory.starts, reader.memory.starts
     done = move(
         writer,
@@ -213,12 +162,12 @@ def test_mori_writes_name_offsets_in_regions_and_go_from_region_to_region(ends: 
         CopyBlock(at[1], to[0], 1, 10),
     )
     assert isinstance(done, Written)
-    assert (reader.array(2)[:100] == 1).all()
-    assert not reader.array(2)[100:].any()
-    assert (reader.array(1)[9:109] == 2).all()
-    assert (reader.array(1)[2009:2109] == 2).all()
-    assert np.count_nonzero(reader.array(1)) == 200
-    assert np.count_nonzero(reader.array(0)) == 10
+    assert (reader.arrays[2][:100] == 1).all()
+    assert not reader.arrays[2][100:].any()
+    assert (reader.arrays[1][9:109] == 2).all()
+    assert (reader.arrays[1][2009:2109] == 2).all()
+    assert np.count_nonzero(reader.arrays[1]) == 200
+    assert np.count_nonzero(reader.arrays[0]) == 10
     assert sum(double_mori.FAULTS.writes) == 4
     assert len(double_mori.FAULTS.writes) == 3, "a call for each pair of regions"
 
@@ -449,63 +398,12 @@ def test_ascend_what_cannot_be_initialised_says_so_and_is_not_tried_again(
         double_memfabric.reset()
 
 
-# ---- cuda_ipc --------------------------------------------------------------------------------------
-
-
-def test_cuda_ipc_a_region_inside_an_allocation_is_found_by_its_offset(ends: Ends) -> None:
-    writer, reader = ends(
-        cuda_ipc, double_cuda.device_memory(MiB), double_cuda.device_memory(MiB, before=12288)
-    )
-    writer.array()[:] = 5
-    assert isinstance(move(writer, reader, 3, CopyBlock(0, 4096, 2, 100, 1000, 2000)), Written)
-    assert (reader.array()[4096:4196] == 5).all()
-    assert (reader.array()[6096:6196] == 5).all()
-    assert np.count_nonzero(reader.array()) == 200
-    assert double_cuda.FAULTS.batches == [2]
-
-
-def test_cuda_ipc_what_was_mapped_is_unmapped_at_the_end(ends: Ends) -> None:
-    writer, _ = ends(cuda_ipc, double_cuda.device_memory(MiB), double_cuda.device_memory(MiB))
-    assert len(double_cuda.FAULTS.opened) == 1
-    writer.transport.close()
-    assert double_cuda.FAULTS.opened == []
-
-
-def test_cuda_ipc_a_path_that_cannot_be_made_maps_nothing(ends: Ends) -> None:
-    double_cuda.FAULTS.fails.add("cudaStreamCreateWithFlags")
-    with pytest.raises(TransferFailed, match="cudaStreamCreateWithFlags failed: cudaErrorInvalidValue"):
-        ends(cuda_ipc, double_cuda.device_memory(MiB), double_cuda.device_memory(MiB))
-    assert double_cuda.FAULTS.opened == []
-
-
-def test_cuda_ipc_memory_without_a_handle_is_refused_with_what_to_do() -> None:
-    double_cuda.reset()
-    double_cuda.FAULTS.no_handles = True
-    with pytest.raises(ConfigError, match="expandable_segments"):
-        End(cuda_ipc, rank("aaaa"), double_cuda.device_memory(MiB))
-    double_cuda.reset()
-    memory = double_cuda.device_memory(MiB, "cuda:1")
-    with pytest.raises(ConfigError, match="one GPU"):
-        End(cuda_ipc, rank("aaaa"), Memory([memory.only, Region(memory.only.address, MiB, "cuda:0")]))
-
-
-def test_cuda_ipc_a_gpu_that_is_not_visible_here_is_refused(ends: Ends) -> None:
-    def elsewhere(sink: Any, me: RankId) -> Transport:
-        made = cuda_ipc(sink, me)
-        if me == rank("aaaa"):
-            made._cuda._visible = lambda: {bytes(16)}  # type: ignore[attr-defined]
-        return made
-
-    with pytest.raises(PeerRefused, match="CUDA_VISIBLE_DEVICES"):
-        ends(elsewhere, double_cuda.device_memory(MiB), double_cuda.device_memory(MiB))
-
-
 def test_memory_that_may_still_be_written_to_is_kept_when_its_transport_is_closed(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = allocate(MiB)
     writer, reader = ends(mori, host_arrays(MiB), memory)
-    writer.array()[:] = 7
+    writer.arrays[0][:] = 7
     reader.transport.grant(writer.me, 3, whole(MiB))
     double_mori.FAULTS.running.clear()
     writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, MiB)])
@@ -519,64 +417,6 @@ def test_memory_that_may_still_be_written_to_is_kept_when_its_transport_is_close
     library.STILL_USED.clear()
     assert bytes(memory.buffer[:1]) == b"\7", "which is why"
     memory.close()
-
-
-def two_gpus() -> None:
-    double_cuda.FAULTS.visible.append(bytes(range(16, 32)))
-
-
-def test_cuda_ipc_the_regions_of_one_allocation_are_mapped_once(ends: Ends) -> None:
-    whole_one = double_cuda.device_memory(3 * MiB)
-    at, owner = whole_one.only.address, whole_one.only.owner
-    target = Memory([Region(at + n * 2 * MiB, MiB, "cuda:0", owner=owner) for n in (0, 1)])
-    writer, reader = ends(cuda_ipc, double_cuda.device_memory(MiB), target)
-    writer.array()[:] = 5
-    assert isinstance(
-        move(writer, reader, 3, CopyBlock(0, 0, 1, 10), CopyBlock(0, target.starts[1] + 7, 1, 10)), Written
-    )
-    assert len(double_cuda.FAULTS.opened) == 1
-    found: Any = owner
-    assert np.flatnonzero(found).tolist() == [*range(10), *range(2 * MiB + 7, 2 * MiB + 17)]
-    writer.transport.close()
-    assert double_cuda.FAULTS.opened == []
-
-
-def test_cuda_ipc_copies_are_made_on_the_gpu_of_the_memory(ends: Ends) -> None:
-    """Each thread has a current GPU of its own; the one of a path begins with the first."""
-    two_gpus()
-    writer, reader = ends(
-        cuda_ipc, double_cuda.device_memory(MiB, "cuda:1"), double_cuda.device_memory(MiB, "cuda:1")
-    )
-    assert isinstance(move(writer, reader, 3, CopyBlock(0, 0, 1, 10)), Written)
-    assert double_cuda.FAULTS.streams == [1]
-
-
-def test_cuda_ipc_a_path_ends_its_copies_before_it_unmaps_and_leaves_no_event(ends: Ends) -> None:
-    writer, reader = ends(cuda_ipc, double_cuda.device_memory(MiB), double_cuda.device_memory(MiB))
-    for epoch in (3, 4):
-        assert isinstance(move(writer, reader, epoch, CopyBlock(0, 0, 1, 10)), Written)
-    assert double_cuda.FAULTS.events == 0
-    writer.transport.close()
-    assert double_cuda.FAULTS.ends == ["copies", "stream", "mapping"]
-
-
-@pytest.mark.parametrize("too_long", [0, 1])
-def test_cuda_ipc_a_region_that_ends_outside_its_allocation_is_not_written_to(
-    ends: Ends, too_long: int
-) -> None:
-    """The bytes behind it on the peer's GPU belong to another owner."""
-    source, target = double_cuda.device_memory(MiB), double_cuda.device_memory(MiB)
-    writer, reader = CudaLibrary(double_cuda.modules), CudaLibrary(double_cuda.modules)
-    writer.export(source)
-    reader.export(target)
-    blob = reader.receiving(rank("aaaa"), target, b"").blob
-    told = Memory([Region(target.only.address, MiB + too_long, "cuda:0")])
-    if too_long:
-        with pytest.raises(PeerRefused, match="outside its GPU allocation"):
-            writer.writing(rank("bbbb"), source, told, blob)
-        assert double_cuda.FAULTS.opened == []
-    else:
-        assert writer.writing(rank("bbbb"), source, told, blob).close()
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda:0", 0), ("cuda:1", 1), ("cuda:17", 17), ("cuda", 0)])
@@ -593,7 +433,7 @@ def test_what_names_no_such_device_is_refused(device: str) -> None:
 # ---- what is not here --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [MoriTransport, AscendTransport, CudaIpcTransport])
+@pytest.mark.parametrize("kind", [MoriTransport, AscendTransport])
 def test_a_package_that_is_missing_is_named(kind: type[Transport], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_modules.importlib.util, "find_spec", lambda _name: None)
     assert "is not installed: pip install" in kind.unusable()
@@ -607,11 +447,10 @@ def test_a_package_whose_own_libraries_are_missing_says_which(monkeypatch: pytes
     assert missing("numpy", "x") == "numpy cannot be imported: libamdhip64.so: cannot open shared object file"
 
 
-def test_host_memory_is_no_memory_of_these_devices() -> None:
-    for make in (ascend, cuda_ipc):
-        memory = allocate(4096)
-        with pytest.raises(ConfigError):
-            End(make, rank("aaaa"), memory)
-        memory.close()
+def test_host_memory_is_no_memory_of_an_npu() -> None:
+    memory = allocate(4096)
+    with pytest.raises(ConfigError):
+        End(ascend, rank("aaaa"), memory)
+    memory.close()
     assert device_number("cuda", "cuda") == 0
     assert device_number("npu:12", "npu") == 12

@@ -4,10 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from segue.kv.errors import ConfigError
-from segue.lab.advise.advice import Advice, Question, advise, candidates, expect, saturation
-from segue.lab.advise.costs import RowsPoint, StepTimes
-from segue.lab.advise.queues import HandOffWire, WorkerKind, WorkerSplit
-from segue.lab.advise.workload import AskedLoad, LatencyTargets, Lengths
+from segue_lab.advise.advice import Advice, Question, advise, candidates, expect, saturation
+from segue_lab.advise.costs import RowsPoint, StepTimes
+from segue_lab.advise.queues import HandOffWire, WorkerKind, WorkerSplit
+from segue_lab.advise.workload import AskedLoad, LatencyTargets, Lengths
 
 #: A forward takes 20 ms for any few rows, and a prompt's token 1 ms.
 STEPS = StepTimes(

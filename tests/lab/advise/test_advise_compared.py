@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from test_advise_choice import FAST, question
 
-from segue.lab.advise.advice import (
+from segue_lab.advise.advice import (
     MAX_SPLITS,
     Expected,
     SplitResult,
@@ -18,8 +18,8 @@ from segue.lab.advise.advice import (
     saturation,
     with_frontier,
 )
-from segue.lab.advise.queues import WorkerSplit
-from segue.lab.advise.workload import LatencyTargets
+from segue_lab.advise.queues import WorkerSplit
+from segue_lab.advise.workload import LatencyTargets
 
 TWO, APART = WorkerSplit(unified=2), WorkerSplit(1, 1)
 

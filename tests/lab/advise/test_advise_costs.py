@@ -3,7 +3,7 @@
 import pytest
 
 from segue.kv.errors import ConfigError
-from segue.lab.advise.costs import (
+from segue_lab.advise.costs import (
     ForwardWork,
     Hardware,
     ModelCosts,

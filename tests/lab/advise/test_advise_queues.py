@@ -5,9 +5,9 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from segue.lab.advise.advice import weighted_percentile
-from segue.lab.advise.costs import RowsPoint, StepTimes
-from segue.lab.advise.queues import (
+from segue_lab.advise.advice import weighted_percentile
+from segue_lab.advise.costs import RowsPoint, StepTimes
+from segue_lab.advise.queues import (
     HandOffWire,
     QueueRun,
     SimulatedTimes,
@@ -16,7 +16,7 @@ from segue.lab.advise.queues import (
     hand_off_times,
     simulate,
 )
-from segue.lab.advise.workload import AskedLoad, Lengths
+from segue_lab.advise.workload import AskedLoad, Lengths
 
 #: A token of a prompt takes 1 ms, a forward 10 ms at least; attention is free.
 STEPS = StepTimes(curve=(RowsPoint(10, 0.01), RowsPoint(1000, 1.0)), pair_s=0.0, context_s=0.0)

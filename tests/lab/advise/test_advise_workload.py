@@ -5,7 +5,7 @@ import random
 import pytest
 
 from segue.kv.errors import ConfigError
-from segue.lab.advise.workload import AskedLoad, Lengths
+from segue_lab.advise.workload import AskedLoad, Lengths
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 
-from segue.cli.commands import sim
 from segue.kv.ids import RankId
 from segue.kv.protocol.tally import Fences
-from segue.lab.sim.run import load
+from segue_lab.commands import sim
+from segue_lab.sim.run import load
 
 #: A seed in which the sabotage below does harm.
 SEED = 23

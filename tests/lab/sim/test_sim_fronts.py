@@ -12,14 +12,14 @@ from test_sim_violations import Stage
 from segue.engine.request import Request
 from segue.kv.errors import BootstrapUnreachable, DeadlineExceeded, PeerLost, SegueError
 from segue.kv.ids import LeaderId, Role
-from segue.kv.protocol.ticket import Ticket
-from segue.lab.sim.clients import Asked, SentAttempt
-from segue.lab.sim.deployment import Deployment
-from segue.lab.sim.run import load, run_scenario
-from segue.lab.sim.scenario import make_scenario
-from segue.lab.sim.world import Violation
 from segue.server.fleet import call
 from segue.server.fleet.replica import Replica
+from segue.server.messages.ticket import Ticket
+from segue_lab.sim.clients import Asked, SentAttempt
+from segue_lab.sim.deployment import Deployment
+from segue_lab.sim.run import load, run_scenario
+from segue_lab.sim.scenario import make_scenario
+from segue_lab.sim.world import Violation
 
 #: Nothing goes wrong in it, and there are several pairs.
 PAIRS = next(
@@ -67,34 +67,8 @@ def places_beside_a_half_that_runs(stage: Fronts) -> None:
     stage.places(asked)
 
 
-def keeps_a_prefill_half_that_has_ended(stage: Fronts) -> None:
-    asked = stage.asked()
-    stage.attempt(asked)
-    asked.attempts[-1].live.clear()
-    stage.places(asked, kept=stage.pair()[0])
-
-
-def keeps_prefill_s_half_and_leaves_decode_s(stage: Fronts) -> None:
-    asked = stage.asked()
-    stage.attempt(asked)
-    stage.places(asked, kept=stage.pair()[0])
-
-
-def ends_beside_a_half_that_runs(stage: Fronts) -> None:
-    asked = stage.asked()
-    asked.deadline = stage.deployment.world.now
-    stage.attempt(asked)
-    stage.checks.answers.ended_at(stage.front, asked)
-
-
 def ends_late(stage: Fronts) -> None:
     stage.checks.answers.ended_at(stage.front, stage.asked())
-
-
-def places_for_the_fifth_time(stage: Fronts) -> None:
-    asked = stage.asked()
-    asked.attempts *= 4
-    stage.places(asked)
 
 
 def forgets_a_token(stage: Fronts) -> None:
@@ -103,18 +77,8 @@ def forgets_a_token(stage: Fronts) -> None:
     stage.checks.answers.placed(asked, request)
 
 
-def is_late_before_its_deadline(stage: Fronts) -> None:
-    stage.asked().deadline = stage.deployment.world.now + 1.0
-    stage.refused(DeadlineExceeded("late", origin="frontend"))
-
-
 def finds_nobody_where_somebody_is(stage: Fronts) -> None:
     stage.refused(BootstrapUnreachable("nobody can serve", origin="frontend"))
-
-
-def is_told_what_nobody_said(stage: Fronts) -> None:
-    stage.asked().failure = DeadlineExceeded("late").info
-    stage.refused(PeerLost("gone"))
 
 
 def waits_for_nothing(stage: Fronts) -> None:
@@ -129,33 +93,13 @@ def holds_tokens_at_rest(stage: Fronts) -> None:
     stage.checks.at_rest()
 
 
-def chooses_a_pair_that_refused(stage: Fronts) -> None:
-    stage.front.wire._refused.add(stage.pairs[0])
-    stage.front.wire._choice(stage.asked(), stage.pair())
-
-
-def chooses_one_that_it_lost(stage: Fronts, at: int) -> None:
-    asked = stage.asked()
-    asked.dead = {stage.pair()[at]}
-    assert any(pair[at] is not stage.pairs[0][at] for pair in stage.pairs)
-    stage.front.wire._choice(asked, stage.pair())
-
-
 CASES: list[tuple[str, Callable[[Fronts], None]]] = [
     ("pair", places_beside_a_half_that_runs),
-    ("pair", keeps_a_prefill_half_that_has_ended),
-    ("pair", keeps_prefill_s_half_and_leaves_decode_s),
-    ("pair", ends_beside_a_half_that_runs),
     ("15", ends_late),
-    ("24", places_for_the_fifth_time),
     ("24", forgets_a_token),
-    ("25", is_late_before_its_deadline),
     ("25", finds_nobody_where_somebody_is),
-    ("25", is_told_what_nobody_said),
     ("17", waits_for_nothing),
     ("21", holds_tokens_at_rest),
-    ("24", chooses_a_pair_that_refused),
-    ("24", lambda stage: chooses_one_that_it_lost(stage, 1)),
 ]
 
 

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
-from segue.kv.layout.content import Content, Plane
-from segue.kv.protocol.events import ComputeChecksum
+from segue.kv.ids import Role
 from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, FOLLOW_BOOTSTRAP_ROOM, REDIRECT_ON_CONFLICT
-from segue.lab.sim.bit_flips import BitFlips
-from segue.lab.sim.run import Outcome, run_scenario
-from segue.lab.sim.scenario import Fault, Scenario, make_scenario
-from segue.lab.sim.splits import EQUAL, UNEQUAL
-from segue.server.schedulers.prefill import PrefillScheduler
+from segue_lab.sim.run import Outcome, run_scenario
+from segue_lab.sim.scenario import Fault, Scenario, make_scenario
+from segue_lab.sim.splits import EQUAL, UNEQUAL
 
 REQUESTS = 24
 
@@ -126,26 +119,6 @@ def test_where_decode_is_to_ask_it_infers_nothing_and_everybody_is_served() -> N
     outcome = run_scenario(scenario)
     assert not outcome.failed, outcome.text
     assert outcome.counts["open ranks"] == 2 * outcome.counts["hand-offs"]  # both halves
-
-
-def test_a_request_that_is_served_in_spite_of_a_conflict_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefillScheduler, "_looked_for", lambda *_: None)
-    assert run_scenario(of_two_leaders(FAIL_ON_CONFLICT)).rule == "conflict"
-
-
-@pytest.mark.parametrize(("tokens", "beside"), [(1, False), (2, True)])
-def test_a_flip_beside_the_prompt_strikes_no_token_of_another_rank(tokens: int, beside: bool) -> None:
-    """The prompt's six tokens are in pages 7 and 3; a rank has sent so many of the last page, and another
-    one the rest."""
-    transfer = TransferId(5, 0, LeaderId(Incarnation("p")), LeaderId(Incarnation("d")))
-    machine = SimpleNamespace(pages=(7, 3), prompt_tokens=6)
-    engine = SimpleNamespace(spec=SimpleNamespace(page_tokens=4), memory=bytearray(64))
-    node: Any = SimpleNamespace(engine=engine, exchange=SimpleNamespace(machines={transfer: machine}))
-    rng: Any = SimpleNamespace(random=lambda: 0.0, randrange=lambda _: 0)
-    content = Content((Plane(0, 1, 1, 4, 1, 1),), ((12, tokens),), 4)
-    flips = BitFlips(Counter(), set())
-    flips.page(node, ComputeChecksum(transfer, 0, 1, content), rng)
-    assert (transfer not in flips.spoiled) is beside
 
 
 def test_a_room_of_which_the_registry_is_not_told_in_time_fails_for_a_cause_that_is_known() -> None:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from types import SimpleNamespace
-
-import msgspec
 import pytest
-from msgspec.structs import replace
 
 from segue.kv.errors import PeerRestarted
-from segue.kv.ids import LeaderId, Role
-from segue.lab.sim.registry_wire import (
-    CONNECT_S,
-    IDLE_S,
-    TTL_S,
-    AskingConnection,
-    RegistryReply,
-    SimBackend,
-)
-from segue.lab.sim.run import load, run_scenario
-from segue.lab.sim.scenario import Fault, Scenario
-from segue.lab.sim.vocabulary import AT_THE_DOORS, FAULTS
-from segue.server.registry.registry_records import InstanceList, InstanceRecord, Registered
+from segue.kv.ids import Role
+from segue.server.registry.registry_records import InstanceRecord, Registered
 from segue.server.registry.registry_store import RegistryStore
-from segue.server.registry.waiting import StoreWaiter
+from segue_lab.sim.run import load, run_scenario
+from segue_lab.sim.scenario import Fault, Scenario
+from segue_lab.sim.vocabulary import AT_THE_DOORS, FAULTS
 
 #: Signed and not, one frontend and several, with and without an address translator.
 SEEDS = (1, 3, 6)
@@ -82,33 +67,6 @@ def test_the_query_of_a_watcher_that_has_just_died_may_still_wait(kind: str) -> 
     assert outcome.injected[kind] == 1
 
 
-def test_a_registry_that_forgets_too_early_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    normal = RegistryStore.register
-
-    def hasty(self: RegistryStore, record: InstanceRecord, dp_rank: int) -> Registered:
-        answer = normal(self, record, dp_rank)
-        rank = self._entries[record.incarnation].ranks[dp_rank]
-        rank.expires_at -= 0.8 * TTL_S
-        self._expect_expiry(rank.expires_at, LeaderId(record.incarnation, dp_rank))
-        return answer
-
-    monkeypatch.setattr(RegistryStore, "register", hasty)
-    outcome = run_scenario(calm(1))
-    assert outcome.rule == "registry"
-    assert "of silence" in outcome.text
-
-
-def test_a_watcher_that_is_never_told_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def blind(waiter: StoreWaiter, role: Role | None, *_: object) -> InstanceList:
-        await asyncio.sleep(1.0)
-        return replace(waiter.store.instances(role), instances=[])
-
-    monkeypatch.setattr(StoreWaiter, "instances", blind)
-    outcome = run_scenario(calm(1))
-    assert outcome.rule == "registry"
-    assert "does not know of" in outcome.text
-
-
 def test_a_registry_that_sends_away_a_living_instance_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     normal, heard = RegistryStore.register, set[str]()
 
@@ -131,48 +89,3 @@ def test_an_instance_that_drains_before_the_registry_has_heard_of_it_leaves() ->
     scenario.requests = []
     outcome = run_scenario(scenario)
     assert not outcome.failed, outcome.text
-
-
-class FakeLoop:
-    """Connections that answer every question with nothing."""
-
-    def __init__(self) -> None:
-        self.now, self.made = 0.0, 0
-
-    def time(self) -> float:
-        return self.now
-
-    def create_future(self) -> asyncio.Future[object]:
-        return asyncio.get_running_loop().create_future()
-
-    async def create_connection(self, make: Callable[[], AskingConnection], *_: object) -> object:
-        self.made += 1
-        connection = make()
-        answer = msgspec.msgpack.encode(RegistryReply(msgspec.Raw(b"\xc0")))
-        connection.transport = SimpleNamespace(
-            write=lambda _: connection.received(answer),
-            abort=lambda: connection.connection_lost(None),
-            is_closing=lambda: connection.over,
-        )
-        return None, connection
-
-
-def test_connections_that_were_idle_for_long_cost_no_query_each() -> None:
-    """After a registry that went without a word, behind which its clients held several."""
-
-    async def ask() -> None:
-        loop = FakeLoop()
-        backend = SimBackend(loop, "127.0.0.1", 1, CONNECT_S)  # type: ignore[arg-type]
-        leader = LeaderId("a" * 32, 0)
-        await asyncio.gather(*(backend.delete(leader) for _ in range(3)))
-        made = loop.made
-        loop.now = IDLE_S
-        await backend.delete(leader)
-        assert loop.made == made, "used again"
-        loop.now += 1.01 * IDLE_S
-        for _ in range(3):
-            await backend.delete(leader)
-        assert loop.made == made + 1, "a new one, used again"
-        await backend.close()
-
-    asyncio.run(ask())

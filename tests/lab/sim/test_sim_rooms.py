@@ -15,12 +15,12 @@ from segue.kv.ids import Incarnation, KVPoll, LeaderId, RoomKey, Span, TransferI
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Abort, Accepted, Committed, Declined, Destination, Failed, Gone, Moved
-from segue.lab.sim.room_checks import RULES, RoomChecks
-from segue.lab.sim.room_plans import STORIES
-from segue.lab.sim.run import load
-from segue.lab.sim.scenario import make_scenario
-from segue.lab.sim.sim_state import SimState
-from segue.lab.sim.world import Violation
+from segue_lab.sim.room_checks import RULES, RoomChecks
+from segue_lab.sim.room_plans import STORIES
+from segue_lab.sim.run import load
+from segue_lab.sim.scenario import make_scenario
+from segue_lab.sim.sim_state import SimState
+from segue_lab.sim.world import Violation
 
 ME, ONE, TWO = (LeaderId(Incarnation(letter * 32)) for letter in "abc")
 KEY = RoomKey(7)
@@ -115,23 +115,9 @@ def replaced_by_a_number(b: Bench) -> None:
     b.hears(destination(transfer(1)), fails(transfer()))
 
 
-def replaced_without_a_permit(b: Bench) -> None:
-    b.binds(transfer())
-    b.hears(destination(transfer(1, TWO), replaces=0), fails(transfer()))
-
-
-def bound_in_doubt(b: Bench) -> None:
-    b.binds(transfer())
-    b.hears(destination(transfer(1), replaces=0), events.Send(ONE, Failed(transfer(), WHY)))
-    b.does(events.PeerDown(ONE, WHY), fails(transfer()))
-    b.checks._waiting.clear()
-    b.does(events.Tick(), events.Send(ONE, Accepted(transfer(1))))
-
-
-def replaced_after_its_commit(b: Bench) -> None:
-    b.binds(transfer())
-    b.commits(transfer())
-    b.hears(destination(transfer(1), replaces=0), fails(transfer()))
+def bound_before_the_placer_s_word(b: Bench) -> None:
+    b.does(events.PlaceRoom(KEY, 1, ONE))
+    b.binds(transfer(2, TWO))
 
 
 def committed_twice(b: Bench) -> None:
@@ -260,9 +246,7 @@ CASES: list[tuple[int, Callable[[Bench], None]]] = [
     (2, ended_by_the_end_of_another_claim),
     (3, bound_twice),
     (3, replaced_by_a_number),
-    (3, replaced_without_a_permit),
-    (4, bound_in_doubt),
-    (4, replaced_after_its_commit),
+    (3, bound_before_the_placer_s_word),
     (4, committed_twice),
     (5, gone_while_draining),
     (5, written_after_gone),
@@ -303,15 +287,15 @@ def test_what_the_rules_allow_is_none() -> None:
     b = Bench(retain_s=2.0)
     b.hears(destination(transfer(2), b"other"), *refused(transfer(2)))
     b.binds(transfer())
-    b.does(events.AllowReplacement(KEY, 0, 1, TWO))
-    b.hears(
-        destination(transfer(1, TWO), replaces=0),
+    b.hears(destination(transfer(1, TWO)))
+    b.does(
+        events.PlaceRoom(KEY, 1, TWO),
         fails(transfer()),
         events.HandoffReleased(transfer()),
         events.Send(TWO, Accepted(transfer(1, TWO))),
     )
     b.hears(Committed(transfer(1, TWO)), events.HandoffPhase(transfer(1, TWO), KVPoll.SUCCESS))
-    b.binds(transfer(3))
+    b.binds(transfer(3, TWO))
     late = BootstrapTimeout("late", origin="here", phase="BOOTSTRAPPING").info
     nobody = Bench()
     nobody.ends(events.Tick(), late)
@@ -325,8 +309,7 @@ def test_rooms_are_drawn_with_every_story_and_can_be_left_out() -> None:
     claims = [claim for plan in rooms for claim in plan.claims]
     for told in (
         "wrong",
-        "replaces",
-        "allowed_s",
+        "given_s",
         "open_rank",
         "hint",
         "repeat",

@@ -15,19 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from segue.cli.commands.sim import main
 from segue.kv.errors import ConfigError
-from segue.lab.sim.deployment import Deployment
-from segue.lab.sim.room_checks import RULES, rule_name
-from segue.lab.sim.run import Outcome, load, replay_command, run_scenario, shrink
-from segue.lab.sim.scenario import Fault, make_scenario
-from segue.lab.sim.sim_leader import LeaderNode
-from segue.lab.sim.vocabulary import ALL_FEATURES, ROLE_CALLS, SPOILED_METADATA
+from segue_lab.commands.sim import main
+from segue_lab.sim.room_checks import RULES, rule_name
+from segue_lab.sim.run import Outcome, load, replay_command, run_scenario, shrink
+from segue_lab.sim.scenario import Fault, make_scenario
+from segue_lab.sim.vocabulary import ALL_FEATURES, ROLE_CALLS, SPOILED_METADATA
 
 #: Runs of neighbouring seeds, of `make test` and of `make test-slow`. The large one is large enough that rare
 #: events happen in it too.
 SMALL_PART = range(20)
-LARGE_PART = range(20, 102)
+LARGE_PART = range(20, 116)
 #: Seeds that are run again with each node's tables looked at after every single turn.
 EVERY_TURN_SEEDS = range(40)
 SOAK_HAND_OFFS = 1_000_000
@@ -69,8 +67,7 @@ RARE = (
 #: Rules of rooms (`room_checks.RULES`) at work in any twenty seeds; all but the rarest are in eighty.
 RULES_COMMON = {1, 2, 3, 5, 6, 7, 9, 10, 11}
 RULES_RARE = {
-    (3, "permitted by the placer"),
-    *((4, name) for name in RULES[4]),
+    (4, "committed late"),
     (7, "expired"),
     (8, "sent on twice"),
     (9, "bound and not evicted"),
@@ -133,41 +130,6 @@ def test_no_invariant_breaks_between_two_turns() -> None:
         assert not outcome.failed, f"segue sim --check-every 1 --seed {seed}: {outcome.text}"
 
 
-def test_what_only_every_turn_shows_is_seen_at_every_turn() -> None:
-    looks = Counter[int]()
-
-    class Watched(Deployment):
-        def __init__(self, every: int) -> None:
-            super().__init__(make_scenario(3), every)
-            self.every = every
-            normal = self.checks.node
-
-            def counted(node: LeaderNode) -> None:
-                looks[every] += 1
-                normal(node)
-
-            self.checks.node = counted  # type: ignore[method-assign]
-
-    turns = []
-    for every in (1, 8):
-        deployment = Watched(every)
-        deployment.run()
-        deployment.close()
-        turns.append(deployment.checks._turns)
-    assert turns[0] == turns[1]  # looking changes nothing
-    assert looks[1] - looks[8] == turns[0] - turns[0] // 8
-
-
-@pytest.mark.slow
-def test_hand_offs_count_as_under_faults_only_in_seeds_with_a_fault() -> None:
-    calm = next(s for s in range(200) if not make_scenario(s).faults)
-    broken = next(s for s in range(200) if "break" in make_scenario(s).features)
-    assert run_scenario(load(calm)).under_faults == 0
-    outcome = run_scenario(load(broken))
-    assert outcome.injected
-    assert outcome.under_faults == outcome.counts["hand-offs"] > 0
-
-
 @pytest.mark.slow
 def test_every_feature_is_drawn_and_every_fault_strikes() -> None:
     features: Counter[str] = Counter()
@@ -187,7 +149,7 @@ def test_every_feature_is_drawn_and_every_fault_strikes() -> None:
 
 def digest_in_a_process(seed: int, hash_seed: str) -> str:
     code = (
-        "import sys\nfrom segue.lab.sim.run import load, run_scenario\n"
+        "import sys\nfrom segue_lab.sim.run import load, run_scenario\n"
         "print(run_scenario(load(int(sys.argv[1])), digest=True).digest)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}

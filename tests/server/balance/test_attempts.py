@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from segue.engine.request import Output, Request, SamplingParams, Usage
 from segue.kv.errors import (
     BootstrapUnreachable,
-    DeadlineExceeded,
     Draining,
     ErrorInfo,
     Internal,
@@ -18,10 +17,10 @@ from segue.kv.errors import (
     TransferFailed,
 )
 from segue.kv.ids import Incarnation, LeaderId
-from segue.kv.limits import MAX_ATTEMPTS
 from segue.server.balance.attempts import Attempts, Next
 from segue.server.balance.policies import make_policy
 from segue.server.balance.policy import Candidate, PlacementRequest
+from segue.server.settings.shared_config import MAX_ATTEMPTS
 
 P1, P2, D1, D2, U = (LeaderId(Incarnation(c * 32)) for c in "abdef")
 REQUEST = Request(
@@ -123,20 +122,6 @@ def test_a_token_that_was_lost_or_repeated_is_an_error(position: int) -> None:
     with pytest.raises(Internal, match=f"begins at token {position} where 1"):
         made.arrived(token(position))
     assert made.output == [0]
-
-
-@pytest.mark.parametrize(
-    ("error", "again"),
-    [
-        (PeerLost("x"), True),
-        (Draining("x"), True),
-        (OutOfCapacity("x"), True),
-        (DeadlineExceeded("x"), False),
-        (Internal("x"), False),
-    ],
-)
-def test_only_what_another_could_heal_is_tried_again(error: SegueError, again: bool) -> None:
-    assert (attempts().failed(error.info, D1) is not Next.END) == again
 
 
 def test_the_bound_holds_whatever_happens() -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import pytest
 from test_attempts import D1, D2, P1, P2, REQUEST, attempts, name, pick, said, token
 
-from segue.engine.request import Output, Usage
+from segue.engine.request import FinishReason, Output, Usage
 from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
     ChecksumMismatch,
     DeadlineExceeded,
+    Draining,
+    Internal,
     InvalidRequest,
     LayoutMismatch,
     OutOfCapacity,
@@ -21,7 +23,7 @@ from segue.kv.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.kv.ids import OPEN_RANK, FinishReason, LeaderId
+from segue.kv.ids import OPEN_RANK, LeaderId
 from segue.server.balance.attempts import Attempts, Next
 
 
@@ -36,6 +38,11 @@ from segue.server.balance.attempts import Attempts, Next
         (BootstrapUnreachable("x"), True),
         (InvalidRequest("x"), False),
         (DeadlineExceeded("x", retryable=True), True),
+        (DeadlineExceeded("x"), False),
+        (PeerLost("x"), True),
+        (Draining("x"), True),
+        (OutOfCapacity("x"), True),
+        (Internal("x"), False),
     ],
 )
 def test_another_pair_is_tried_where_the_error_says_that_it_may_do_or_the_two_do_not_fit(

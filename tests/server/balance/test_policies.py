@@ -67,13 +67,6 @@ def test_follow_bootstrap_room_is_room_modulo_dp_size() -> None:
         assert chosen == room % 4 or (room % 4 == 3 and chosen < 3)
 
 
-def test_follow_bootstrap_room_uses_every_instance() -> None:
-    ranks = [candidate(n, rank, dp_size=2) for n in "ab" for rank in range(2)]
-    policy = FollowBootstrapRoom()
-    chosen = {policy.choose(ranks, PlacementRequest(room)).leader for room in range(1, 40)}
-    assert len(chosen) == 4
-
-
 def test_follow_bootstrap_room_uses_every_rank_of_instances_of_unequal_size() -> None:
     ranks = [candidate("a", rank, dp_size=4) for rank in range(4)]
     ranks += [candidate("b", rank, dp_size=2) for rank in range(2)]
@@ -92,13 +85,6 @@ def test_the_least_loaded_is_chosen_by_report_and_by_own_counts() -> None:
     # Others have sent there, too.
     a_shared = candidate("a", load=load(3, 900), in_flight=1, in_flight_tokens=10)
     assert make_policy("total_tokens", lambda n: 0).choose([a_shared, b_busy], PlacementRequest(1)) is b_busy
-
-
-def test_power_of_two_compares_two_different_ones() -> None:
-    candidates = [candidate("a", load=load(5)), candidate("b", load=load(1)), candidate("c", load=load(0))]
-    draws = iter([0, 0])  # a, then the first of the rest: b
-    chosen = PowerOfTwo(lambda n: next(draws)).choose(candidates, PlacementRequest(1))
-    assert chosen.leader.incarnation[0] == "b"
 
 
 def test_prefix_aware_returns_to_the_prefix_until_it_is_overloaded() -> None:

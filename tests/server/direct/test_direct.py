@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import msgspec
 import pytest
 import tiny_model
@@ -40,7 +40,9 @@ Answer = httpx.Response
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return tiny_model.save(tmp_path_factory.mktemp("tiny"))
+    made = tiny_model.save(tmp_path_factory.mktemp("tiny"))
+    (made / "chat_template.jinja").write_text(tiny_model.TEMPLATE)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +171,31 @@ def test_several_samples_and_prompts_carry_lists(pair: Deployment) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+    ],
+)
+def test_other_apis_are_answered_by_the_pair(
+    pair: Deployment, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    """They were a 404 in plain text."""
+
+    async def work(legs: Legs) -> None:
+        room = {"bootstrap_room": secrets.randbelow(2**62) + 1, "temperature": 0, "stream": stream}
+        prefill, decode = await legs.both(fields | legs.address | room, path)
+        assert prefill.status_code == 200, prefill.text
+        assert prefill.json()["object"] == "prefill"
+        assert decode.status_code == 200, decode.text
+        assert '"output_tokens":4' in decode.text
+        assert decode.text.startswith("event: " if stream else "{")
+
+    run(pair, work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_sglang_s_own_endpoint_answers_in_its_form(pair: Deployment, stream: bool) -> None:
     wanted = expected(pair, max_tokens=4)
 
@@ -199,15 +226,40 @@ def test_sglang_s_own_endpoint_answers_in_its_form(pair: Deployment, stream: boo
     run(pair, work)
 
 
+def test_generate_scores_a_prompt_as_text_completions_do(pair: Deployment) -> None:
+    async def work(legs: Legs) -> None:
+        echoed = legs.body(bootstrap_room=91, echo=True, logprobs=1, max_tokens=2, **legs.address)
+        _, decode = await legs.both(echoed)
+        choice = decode.json()["choices"][0]
+        prompt, logprobs = choice["prompt_token_ids"], choice["logprobs"]["token_logprobs"]
+        native = {"text": PROMPT, "return_logprob": True, "top_logprobs_num": 1, **legs.address}
+        native["return_text_in_logprobs"] = True
+        for room, start, count in ((92, 0, 2), (93, 2, 2), (94, 0, 0)):
+            sampling = {"max_new_tokens": count, "temperature": 0}
+            body = native | {"logprob_start_len": start, "sampling_params": sampling}
+            _, decode = await legs.both(body | {"bootstrap_room": room}, "/generate")
+            meta = decode.json()["meta_info"]
+            scored = meta["input_token_logprobs"]
+            assert [token for _, token, _ in scored] == prompt[start:]
+            assert scored[0][0] is None
+            assert [value for value, _, _ in scored[1:]] == logprobs[start + 1 : len(prompt)]
+            assert [text for _, _, text in scored] == choice["logprobs"]["tokens"][start : len(prompt)]
+            assert [top and len(top) for top in meta["input_top_logprobs"]] == [None] + [1] * (
+                len(scored) - 1
+            )
+            assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == count
+            assert len(decode.json()["output_ids"]) == count
+
+    run(pair, work)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"sampling_params": {"ebnf": "x"}},
         {"image_data": "x"},
         {"text": None},
         {"input_ids": [1]},
-        {"sampling_params": {"max_new_tokens": 0}},
-        {"sampling_params": {"temperature": "hot"}},
+        {"sampling_params": {"max_new_tokens": -1}},
     ],
 )
 def test_what_generate_cannot_do_is_refused_by_both_legs(pair: Deployment, wrong: dict[str, Any]) -> None:
@@ -575,16 +627,17 @@ def test_a_room_that_is_used_again_at_once_is_refused_on_both_sides(pair: Deploy
     run(pair, work)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_rank_that_one_leg_alone_names_and_that_is_none_ends_both(pair: Deployment, role: Role) -> None:
+def test_a_rank_that_one_leg_alone_names_and_that_is_none_ends_both(
+    pair: Deployment, role: Role, path: str
+) -> None:
     """Its header is the leg's own."""
 
     async def work(legs: Legs) -> None:
-        body, asked = legs.body(), {"x-data-parallel-rank": "9"}
+        body, asked = legs.body(text=PROMPT), {"x-data-parallel-rank": "9"}
         both = [
-            legs.client.post(
-                legs.at(leg) + "/v1/completions", json=body, headers=asked if leg is role else {}
-            )
+            legs.client.post(legs.at(leg) + path, json=body, headers=asked if leg is role else {})
             for leg in (Role.PREFILL, Role.DECODE)
         ]
         answers = await asyncio.gather(*both)

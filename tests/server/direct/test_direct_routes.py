@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 from starlette.applications import Starlette
 
@@ -18,6 +18,7 @@ from segue.server.direct import direct_server as direct
 from segue.server.direct.direct_routes import LazyDirectServer, direct_routes
 from segue.server.direct.direct_server import DirectServer, OwnInstance
 from segue.server.fleet.replica import Replica
+from segue.server.frontend.refusals import HANDLERS
 from segue.server.messages.control import FlushCache, Load
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.settings.commands import InstanceConfig
@@ -269,7 +270,7 @@ def ask(
 
     async def main() -> httpx.Response:
         routes = direct_routes(lazy, "tiny", lambda: said, answers)  # type: ignore[arg-type]
-        transport = httpx.ASGITransport(app=Starlette(routes=routes))
+        transport = httpx.ASGITransport(app=Starlette(routes=routes, exception_handlers=HANDLERS))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return await client.request(method, path, content=b"{}")
 
@@ -292,6 +293,34 @@ def test_what_the_door_cannot_do_is_a_typed_error() -> None:
     stuck = ask(Lazy(), "GET", "/health_generate", fails=DeadlineExceeded("the leader did not answer"))
     assert (stuck.status_code, stuck.json()["error"]["code"]) == (504, "DEADLINE_EXCEEDED")
     assert ask(Lazy(), "GET", "/health_generate").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "text"),
+    [
+        ("GET", "/v1/models/other", 404, "'other' does not exist"),
+        ("GET", "/nowhere", 404, "there is no /nowhere"),
+        ("POST", "/v1/messages/batches", 404, "there is no /v1/messages/batches"),
+        ("GET", "/v1/responses/resp_1", 404, "there is no /v1/responses/resp_1"),
+        ("GET", "/v1/messages", 405, "GET is not allowed at /v1/messages"),
+        ("PUT", "/v1/models", 405, "PUT is not allowed at /v1/models"),
+        ("DELETE", "/v1/chat/completions", 405, "DELETE is not allowed"),
+    ],
+)
+def test_no_such_path_method_or_model_is_an_error_in_json_of_the_path_s_api(
+    method: str, path: str, status: int, text: str
+) -> None:
+    """It was the text `Not Found`."""
+    answer = ask(Lazy(), method, path)
+    assert answer.status_code == status
+    told = answer.json()
+    assert text in told["error"]["message"]
+    assert (told.get("type") == "error") is path.startswith("/v1/messages")
+    assert answer.headers["x-request-id"]
+
+
+def test_a_model_by_its_name_is_there() -> None:
+    assert ask(Lazy(), "GET", "/v1/models/tiny").json()["id"] == "tiny"
 
 
 def test_a_flush_without_all_ranks_is_refused_and_flushes_none(monkeypatch: pytest.MonkeyPatch) -> None:

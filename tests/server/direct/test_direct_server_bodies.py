@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 from msgspec.structs import replace
-from starlette.applications import Starlette
-from test_direct_routes import ME, Lazy, load
+from test_direct_routes import ME
 
 from segue.engine.request import Request, SamplingParams
 from segue.kv.errors import (
@@ -29,16 +28,15 @@ from segue.kv.limits import Limits
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.server.direct import direct_routes as routes_module
 from segue.server.direct import direct_server as direct
-from segue.server.direct.direct_routes import LazyDirectServer, direct_routes
+from segue.server.direct.direct_routes import LazyDirectServer
 from segue.server.direct.direct_server import DecodeDirectServer, DirectServer, PrefillDirectServer
 from segue.server.fleet.call import DirectHalf
 from segue.server.fleet.replica import Replica
 from segue.server.frontend.app import OpenAIServerSettings
+from segue.server.frontend.body_reader import read_body
 from segue.server.frontend.legs import Bootstrap, ComputedRoom, computed_room, transfer_params
-from segue.server.frontend.native import as_completion, read_native
-from segue.server.frontend.openai_types import BodyReader, ChatBody, CompletionBody
 from segue.server.frontend.params import rank_hints
-from segue.server.frontend.problems import BadParam
+from segue.server.frontend.request_fields import ChatBody, CompletionBody
 from segue.server.frontend.request_memory import MemoryBudget, RequestMemory
 from segue.server.frontend.sampling_defaults import SamplingDefaults
 from segue.server.instance import instance_http as http
@@ -114,7 +112,7 @@ class Parts:
 def read(body: dict[str, Any], kind: Any = CompletionBody) -> tuple[Any, bytes]:
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if kind is ChatBody else {"prompt": "hi"}
     raw = json.dumps(prompt | body).encode()
-    return BodyReader().read(raw, kind), raw
+    return read_body(raw, kind), raw
 
 
 SETTINGS = OpenAIServerSettings(model="tiny", context_tokens=9, vocab_size=9, limits=Limits())
@@ -183,15 +181,6 @@ def test_samples_of_one_room_are_on_one_rank_and_a_single_one_where_the_policy_s
     asyncio.run(door.generation(Call(), 30.0, *read(ROOM), None))
     ranks = {sample.request.ranks.routed_dp_rank for sample in parts.plans[0].samples}
     assert ranks == ({None} if samples == 1 else {rank})
-
-
-@pytest.mark.parametrize("wrong", [{"bootstrap_host": "other"}, {"bootstrap_port": 8999}])
-def test_prefill_refuses_a_leg_at_another_s_address(wrong: dict[str, Any]) -> None:
-    """Decode looks for the room there."""
-    door, parts = prefill()
-    with pytest.raises(BootstrapUnreachable, match="bootstrap address"):
-        asyncio.run(door.generation(Call(), 30.0, *read(ROOM | wrong), None))
-    assert parts.runs == []
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
@@ -339,36 +328,6 @@ def test_hosts_are_one_as_they_are_written_or_if_both_are_this_machine(
     assert direct.is_at(prefill_at("a", host=registered), Bootstrap(named, 8998, 1)) is same
 
 
-def test_a_body_without_a_leg_is_refused_by_both_doors() -> None:
-    for door in (decode()[0], prefill()[0]):
-        with pytest.raises(BadParam, match="segue's own frontend"):
-            asyncio.run(door.generation(Call(), 0.0, *read({}), None))
-    with pytest.raises(BadParam):  # what prefill is to compute was given to decode's
-        asyncio.run(decode()[0].generation(Call(), 0.0, *read(REMOTE), None))
-
-
-def test_sglang_s_endpoint_hears_of_the_rank_in_the_header_as_the_others_do() -> None:
-    door: Any = object.__new__(DirectServer)
-    seen: list[Any] = []
-    raw = json.dumps({"text": "hi", "routed_dp_rank": 1}).encode()
-
-    async def serve(scope: Any, receive: Any, send: Any, endpoint: str, work: Any) -> None:
-        await work(Call(**scope), 0.0)
-
-    async def receive(call: Any) -> bytes:
-        return raw
-
-    async def generation(call: Any, started: float, body: Any, raw: bytes, make: Any) -> None:
-        seen.append(body)
-
-    door.serve, door.receive, door.generation, door.planner = serve, receive, generation, None
-    door.settings = SETTINGS
-    asyncio.run(door.native({}, None, None))
-    asyncio.run(door.native({"x_data_parallel_rank": "3"}, None, None))
-    assert [body.routed_dp_rank for body in seen] == [1, 3]
-    assert seen[0] == as_completion(read_native(raw))
-
-
 def test_a_router_s_unknown_model_is_any_and_another_is_refused() -> None:
     door: Any = object.__new__(DirectServer)
     door.settings = SETTINGS
@@ -426,21 +385,6 @@ def test_a_door_places_once_with_the_secret_and_tls_of_its_instance_and_samples_
         role, "DirectServer"
     )
     assert made["started"]
-
-
-def test_the_loads_that_a_router_reads_are_those_of_each_rank_with_their_count() -> None:
-    found = [direct.as_load(load(rank)) for rank in range(3)]
-    door: Any = SimpleNamespace(loads=lambda: found)
-
-    async def main() -> list[Any]:
-        routes = direct_routes(Lazy(door), "tiny", lambda: None, None)  # type: ignore[arg-type]
-        transport = httpx.ASGITransport(app=Starlette(routes=routes))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return [(await client.get(path)).json() for path in ("/get_load", "/v1/loads")]
-
-    all_, told = asyncio.run(main())
-    assert all_ == found
-    assert (told["dp_rank_count"], told["loads"]) == (3, found)
 
 
 def test_an_instance_s_door_needs_its_key_and_has_the_times_of_a_public_one(
@@ -524,7 +468,7 @@ def test_clients_keys_reach_each_rank_as_a_file_that_only_they_inherit(tmp_path:
 
         processes = RankProcesses(config, command, lambda _: None)
 
-        async def keep(specs: Any, lifeline_fd: int) -> Any:
+        async def keep(specs: Any) -> Any:
             return [unit.make(unit) for unit in specs]
 
         processes.keep = keep  # type: ignore[method-assign]

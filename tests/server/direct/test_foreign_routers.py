@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import json
 import os
 import re
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -21,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 import tiny_model
 from deployment import Running, deployment
 
+from loopback import only_loopback
 from segue.cli.main import main
 from segue.kv.ids import Role
 from segue.server.settings.kv_events_config import KVEventsConfig
@@ -35,7 +32,6 @@ pytestmark = pytest.mark.slow
 ROUTERS = Path(os.environ.get("ROUTERS_VENV") or Path(sys.prefix) / "routers") / "bin"
 PREFILL, DECODE, FRONTEND, SGLANG, VLLM, BOOTSTRAP = 18101, 18111, 18103, 18120, 18130, 18998
 WORKERS, KV_AWARE, INDEXER = (18201, 18211), 18140, 18150
-CLONE_NEWNET = 0x40000000
 #: A registry by itself, so that it can be killed alone.
 REGISTRY = f"""
 import asyncio
@@ -57,19 +53,11 @@ ASK = {"model": "tiny", "prompt": "hello there, this is a prompt", "max_tokens":
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
-    """Nothing here can reach another host, not even by a bug: only loopback, and nobody else's ports."""
+    """See `only_loopback`."""
     if not (ROUTERS / "vllm-router").exists():
         pytest.skip("the routers are not installed: make routers")
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/thread-self/ns/net") as before:
-        if libc.unshare(CLONE_NEWNET):
-            pytest.skip(f"no network namespace: {os.strerror(ctypes.get_errno())}")
-        try:
-            with socket.socket() as any_socket:
-                fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 1 | 64))
-            yield
-        finally:
-            assert libc.setns(before.fileno(), CLONE_NEWNET) == 0
+    with only_loopback():
+        yield
 
 
 @dataclass

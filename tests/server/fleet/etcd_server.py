@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 
 from ports import HeldPort

@@ -1,22 +1,26 @@
 """A fleet over leaders that are real sessions and fake models, and a registry that tests write."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import gc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
-from segue.engine.request import Output, Request, SamplingParams
+from fleet_records import instance_record, load
+
+from segue.engine.request import FinishReason, Output, Request, SamplingParams
 from segue.kv.errors import (
     ErrorCode,
     ErrorInfo,
     SegueError,
 )
-from segue.kv.ids import FinishReason, LeaderId, Role, new_incarnation
+from segue.kv.ids import LeaderId, Role, new_incarnation
 from segue.kv.limits import Limits
-from segue.kv.protocol.ticket import verify_ticket
 from segue.kv.session.node import SessionNode
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
-from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Replace, Submit
+from segue.server.messages.control import Cancel, ControlMessage, Outputs, Replace, Submit
+from segue.server.messages.ticket import verify_ticket
 from segue.server.observe.metrics import Metrics
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
@@ -58,16 +62,15 @@ class Leader:
 
     async def start(self) -> InstanceRecord:
         host, port = await self.node.listen("127.0.0.1", 0)
-        return InstanceRecord(
-            incarnation=self.node.me.incarnation,
+        me = self.node.me
+        self.record = instance_record(
+            me.incarnation,
             role=self.role,
-            model="m",
-            served_model="tiny",
-            context_tokens=100,
             dp_size=self.dp_size,
             load_balance=self.load_balance,
-            replicas=[ReplicaRecord(dp_rank=self.node.me.dp_rank, host=host, port=port)],
+            replicas=[ReplicaRecord(dp_rank=me.dp_rank, host=host, port=port)],
         )
+        return self.record
 
     def hello(self) -> bytes:
         return b""
@@ -78,7 +81,7 @@ class Leader:
 
     def opened(self, session: Any) -> None:
         self.session = session
-        session.send(Load(dp_rank=0, running=0, waiting=0, tokens=0, pages_free=9, pages_total=9))
+        session.send(load())
 
     def received(self, session: Any, message: object) -> None:
         if isinstance(message, Cancel):
@@ -190,17 +193,26 @@ class Rig:
         )
 
 
-def run(test: Callable[[Rig], Awaitable[None]], **settings: Any) -> None:
-    async def main() -> None:
-        rig = Rig(**settings)
-        rig.fleet.start()
-        try:
-            async with asyncio.timeout(3 * DEADLINE_S):
-                await test(rig)
-            assert rig.at_rest(), "something of a request was left behind"
-        finally:
-            await rig.fleet.close()
-            for leader in rig.leaders:
-                await leader.node.close()
+@asynccontextmanager
+async def a_rig(**settings: Any) -> AsyncIterator[Rig]:
+    """A fleet that serves; at its end nothing of a request may be left."""
+    rig = Rig(**settings)
+    rig.fleet.start()
+    try:
+        async with asyncio.timeout(3 * DEADLINE_S):
+            yield rig
+        assert rig.at_rest(), "something of a request was left behind"
+    finally:
+        await rig.fleet.close()
+        for leader in rig.leaders:
+            await leader.node.close()
 
-    asyncio.run(main())
+
+@asynccontextmanager
+async def no_collector() -> AsyncIterator[None]:
+    """What is freed meanwhile is freed by its last reference."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

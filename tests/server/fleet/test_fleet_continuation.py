@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_rig import DEADLINE_S, Leader, Rig, run
+from fleet_rig import DEADLINE_S, Leader, Rig, a_rig
 
 from jumps import Jumps
-from segue.engine.request import Output, Request, SamplingParams, Usage
+from segue.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob, Usage
 from segue.kv.errors import (
     BootstrapUnreachable,
     DeadlineExceeded,
@@ -22,8 +22,7 @@ from segue.kv.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.kv.ids import FinishReason, Role
-from segue.kv.protocol.messages import TokenLogprob
+from segue.kv.ids import Role
 from segue.server.messages.control import Outputs, Submit
 
 COUNT = 6
@@ -121,8 +120,8 @@ WANTED = [100 + i for i in range(COUNT)]
 
 
 @pytest.mark.parametrize("cut", range(COUNT))
-def test_decode_dies_at_each_token_and_nobody_notices(cut: int) -> None:
-    async def test(rig: Rig) -> None:
+async def test_decode_dies_at_each_token_and_nobody_notices(cut: int) -> None:
+    async with a_rig(policy="round_robin", retry_budget=0.0) as rig:
         prefills = [await add(rig, Role.PREFILL) for _ in range(3)]
         dying, other = await add(rig, Role.DECODE, cut), await add(rig, Role.DECODE)
         found, serial = list[Output](), 0
@@ -148,11 +147,9 @@ def test_decode_dies_at_each_token_and_nobody_notices(cut: int) -> None:
         assert value(rig, "segue_placed_again_prompt_tokens_total", kv="kept") == (1 if cut else 3)
         assert len(prefills) == 3
 
-    run(test, policy="round_robin", retry_budget=0.0)
 
-
-def test_what_the_client_is_told_stays_that_of_one_generation() -> None:
-    async def test(rig: Rig) -> None:
+async def test_what_the_client_is_told_stays_that_of_one_generation() -> None:
+    async with a_rig(policy="round_robin") as rig:
         await add(rig, Role.PREFILL)
         await add(rig, Role.DECODE, cut=2)
         task = await add(rig, Role.DECODE)
@@ -168,11 +165,9 @@ def test_what_the_client_is_told_stays_that_of_one_generation() -> None:
         assert again.request.sampling.prompt_logprobs is None, "they were delivered already"
         assert again.request.sampling.logprobs == 1
 
-    run(test, policy="round_robin")
 
-
-def test_workers_that_die_one_after_the_other() -> None:
-    async def test(rig: Rig) -> None:
+async def test_workers_that_die_one_after_the_other() -> None:
+    async with a_rig(no_replica_wait_s=DEADLINE_S) as rig:
         await add(rig, Role.PREFILL)
         dying = [await add(rig, Role.DECODE, 2) for _ in range(2)]
         coming = asyncio.ensure_future(outputs(rig, request()))
@@ -185,11 +180,9 @@ def test_workers_that_die_one_after_the_other() -> None:
         assert last.submits[0].request.output == WANTED[:2]
         assert value(rig, "segue_continuations_total", code="PEER_LOST") == 2
 
-    run(test, no_replica_wait_s=DEADLINE_S)
 
-
-def test_the_attempts_of_one_request_are_bounded_and_its_error_is_one_record() -> None:
-    async def test(rig: Rig) -> None:
+async def test_the_attempts_of_one_request_are_bounded_and_its_error_is_one_record() -> None:
+    async with a_rig(max_attempts=3) as rig:
         await add(rig, Role.PREFILL)
         dying = [await add(rig, Role.DECODE, cut) for cut in (1, 1, 1, 1, 1)]
         for worker in dying:
@@ -205,11 +198,9 @@ def test_the_attempts_of_one_request_are_bounded_and_its_error_is_one_record() -
         assert info.origin.startswith("decode ")
         assert info.retryable
 
-    run(test, max_attempts=3)
 
-
-def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> None:
-    async def test(rig: Rig) -> None:
+async def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> None:
+    async with a_rig(no_replica_wait_s=DEADLINE_S) as rig:
         await add(rig, Role.PREFILL)
         dying = await add(rig, Role.DECODE, cut=2)
         stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
@@ -224,17 +215,15 @@ def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> N
         assert len(dying.submits) == 1
         assert [s.request.output for s in successor.submits] == [WANTED[:2]]
 
-    run(test, no_replica_wait_s=DEADLINE_S)
-
 
 @pytest.mark.parametrize("told_first", [False, True])
 @pytest.mark.parametrize("cut", [0, 2])
-def test_whoever_is_being_started_again_is_waited_for_within_the_request_s_budget(
+async def test_whoever_is_being_started_again_is_waited_for_within_the_request_s_budget(
     cut: int, told_first: bool
 ) -> None:
     """Longer than for a successor of which nobody has said that it comes."""
 
-    async def test(rig: Rig) -> None:
+    async with a_rig(no_replica_wait_s=0.01, replacement_wait_s=DEADLINE_S if told_first else 0.01) as rig:
         await add(rig, Role.PREFILL)
         dying = await add(rig, Role.DECODE, cut)
         rig.fleet.await_restarted([])
@@ -255,17 +244,15 @@ def test_whoever_is_being_started_again_is_waited_for_within_the_request_s_budge
         rig.fleet.await_restarted([])
         assert tokens(await running) == tokens(await late) == WANTED
 
-    run(test, no_replica_wait_s=0.01, replacement_wait_s=DEADLINE_S if told_first else 0.01)
-
 
 @pytest.mark.parametrize("cut", [0, 2])
 @pytest.mark.parametrize("draining", [False, True])
-def test_when_nobody_is_started_again_any_more_the_error_says_who_is_missing(
+async def test_when_nobody_is_started_again_any_more_the_error_says_who_is_missing(
     cut: int, draining: bool
 ) -> None:
     """A frontend that drains is not alone to blame: there may be no other."""
 
-    async def test(rig: Rig) -> None:
+    async with a_rig(no_replica_wait_s=0.01, replacement_wait_s=2 * DEADLINE_S if draining else 0.01) as rig:
         await add(rig, Role.PREFILL)
         dying = await add(rig, Role.DECODE, cut)
         rig.fleet.await_restarted([Role.DECODE])
@@ -284,11 +271,9 @@ def test_when_nobody_is_started_again_any_more_the_error_says_who_is_missing(
         assert ("waits for nobody" in caught.value.info.text) is draining
         assert "ask another" not in caught.value.info.text
 
-    run(test, no_replica_wait_s=0.01, replacement_wait_s=2 * DEADLINE_S if draining else 0.01)
 
-
-def test_a_deadline_that_passes_while_somebody_is_waited_for_says_who() -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_deadline_that_passes_while_somebody_is_waited_for_says_who() -> None:
+    async with a_rig(no_replica_wait_s=0.01, replacement_wait_s=0.01) as rig:
         await add(rig, Role.PREFILL)
         dying = await add(rig, Role.DECODE, cut=2)
         rig.fleet.await_restarted([Role.DECODE])
@@ -300,11 +285,9 @@ def test_a_deadline_that_passes_while_somebody_is_waited_for_says_who() -> None:
         ):
             await running
 
-    run(test, no_replica_wait_s=0.01, replacement_wait_s=0.01)
 
-
-def test_nobody_left_is_said_with_what_came_before() -> None:
-    async def test(rig: Rig) -> None:
+async def test_nobody_left_is_said_with_what_came_before() -> None:
+    async with a_rig(no_replica_wait_s=0.05, replacement_wait_s=0.05) as rig:
         await add(rig, Role.PREFILL)
         dying = await add(rig, Role.DECODE, cut=2)
         stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
@@ -317,12 +300,10 @@ def test_nobody_left_is_said_with_what_came_before() -> None:
             await anext(stream)
         assert e.value.info.retryable
 
-    run(test, no_replica_wait_s=0.05, replacement_wait_s=0.05)
-
 
 @pytest.mark.parametrize("error", [Draining("it leaves"), TransferFailed("x"), OutOfCapacity("no page")])
-def test_a_worker_that_leaves_or_cannot_go_on_is_replaced(error: SegueError) -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_worker_that_leaves_or_cannot_go_on_is_replaced(error: SegueError) -> None:
+    async with a_rig(policy="round_robin") as rig:
         await add(rig, Role.PREFILL)
         for cut in (3, None):
             await add(rig, Role.DECODE, cut, error)
@@ -330,23 +311,18 @@ def test_a_worker_that_leaves_or_cannot_go_on_is_replaced(error: SegueError) -> 
             assert tokens(await outputs(rig, request(f"r{serial}"))) == WANTED
         assert value(rig, "segue_continuations_total", code=error.info.code.value) >= 1
 
-    run(test, policy="round_robin")
+
+async def test_what_no_other_worker_could_heal_ends_the_stream(rig: Rig) -> None:
+    await add(rig, Role.PREFILL)
+    workers = [await add(rig, Role.DECODE, 2, Internal("a bug")) for _ in range(2)]
+    with pytest.raises(Internal, match="a bug"):
+        await outputs(rig, request())
+    assert sum(len(w.submits) for w in workers) == 1
+    assert value(rig, "segue_continuations_total", code="INTERNAL") == 0
 
 
-def test_what_no_other_worker_could_heal_ends_the_stream() -> None:
-    async def test(rig: Rig) -> None:
-        await add(rig, Role.PREFILL)
-        workers = [await add(rig, Role.DECODE, 2, Internal("a bug")) for _ in range(2)]
-        with pytest.raises(Internal, match="a bug"):
-            await outputs(rig, request())
-        assert sum(len(w.submits) for w in workers) == 1
-        assert value(rig, "segue_continuations_total", code="INTERNAL") == 0
-
-    run(test)
-
-
-def test_the_deadline_stays_the_one_of_the_request() -> None:
-    async def test(rig: Rig) -> None:
+async def test_the_deadline_stays_the_one_of_the_request() -> None:
+    async with a_rig(no_replica_wait_s=DEADLINE_S) as rig:
         jumps = Jumps()
         await add(rig, Role.PREFILL)
         dying = await add(rig, Role.DECODE, cut=2)
@@ -364,29 +340,22 @@ def test_the_deadline_stays_the_one_of_the_request() -> None:
         with pytest.raises(DeadlineExceeded, match=r"during decode.*after 2 tokens"):
             await last
 
-    run(test, no_replica_wait_s=DEADLINE_S)
+
+async def test_prefills_end_after_the_first_token_changes_nothing(rig: Rig) -> None:
+    p = await add(rig, Role.PREFILL)
+    d = await rig.add(Role.DECODE, "one")
+    stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
+    await anext(stream)
+    assert not next(r for r in rig.fleet.membership.replicas.values() if r.role is Role.PREFILL).running
+    p.session.close(PeerLost("killed"))
+    await rig.until(lambda: not usable(rig, p))
+    d.session.send(Outputs([Output(request_id="r", position=1, token_ids=[6], finish=FinishReason.LENGTH)]))
+    assert [o.token_ids async for o in stream] == [[6]]
+    assert len(d.submits) == 1
 
 
-def test_prefills_end_after_the_first_token_changes_nothing() -> None:
-    async def test(rig: Rig) -> None:
-        p = await add(rig, Role.PREFILL)
-        d = await rig.add(Role.DECODE, "one")
-        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
-        await anext(stream)
-        assert not next(r for r in rig.fleet.membership.replicas.values() if r.role is Role.PREFILL).running
-        p.session.close(PeerLost("killed"))
-        await rig.until(lambda: not usable(rig, p))
-        d.session.send(
-            Outputs([Output(request_id="r", position=1, token_ids=[6], finish=FinishReason.LENGTH)])
-        )
-        assert [o.token_ids async for o in stream] == [[6]]
-        assert len(d.submits) == 1
-
-    run(test)
-
-
-def test_a_prefill_that_dies_before_the_first_token_is_replaced_and_so_is_the_next() -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_prefill_that_dies_before_the_first_token_is_replaced_and_so_is_the_next() -> None:
+    async with a_rig(retry_budget=0.0, no_replica_wait_s=DEADLINE_S) as rig:
         prefills = [await add(rig, Role.PREFILL, cut=0) for _ in range(2)]
         silent = await rig.add(Role.DECODE, "hang")
         stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
@@ -405,12 +374,10 @@ def test_a_prefill_that_dies_before_the_first_token_is_replaced_and_so_is_the_ne
         assert [o async for o in stream] == []
         assert value(rig, "segue_retries_total", code="PEER_LOST") == 2
 
-    run(test, retry_budget=0.0, no_replica_wait_s=DEADLINE_S)
-
 
 @pytest.mark.parametrize(("gone", "kept"), [(Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)])
-def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept: Role) -> None:
-    async def test(rig: Rig) -> None:
+async def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept: Role) -> None:
+    async with a_rig(policy="round_robin" if gone is Role.DECODE else "total_requests") as rig:
         pairs = {
             role: [await rig.add(role, "hang") for _ in range(2)] for role in (Role.PREFILL, Role.DECODE)
         }
@@ -439,66 +406,23 @@ def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept
         with pytest.raises(SegueError, match="enough"):
             await coming
 
-    run(test, policy="round_robin" if gone is Role.DECODE else "total_requests")
+
+async def test_a_token_lost_or_repeated_on_the_way_is_a_bug_and_not_guessed(rig: Rig) -> None:
+    await add(rig, Role.PREFILL)
+    worker = await add(rig, Role.DECODE)
+    worker.skip = 1
+    with pytest.raises(Internal, match="begins at token 2 where 1 was expected"):
+        await outputs(rig, request())
+    await worker.until(lambda: bool(worker.cancels))
 
 
-def test_a_pair_that_fails_changes_decode_first_and_prefill_next() -> None:
-    async def test(rig: Rig) -> None:
-        broken = TransferFailed("the write did not land")
-        bad = await add(rig, Role.PREFILL, 0, broken)
-        decodes = [await rig.add(Role.DECODE, "hang") for _ in range(3)]
-        coming = asyncio.ensure_future(outputs(rig, request()))
-        await bad.until(lambda: len(bad.submits) == 2)
-        good = await add(rig, Role.PREFILL)
-        with pytest.raises(SegueError):
-            await coming
-        used = [len(d.submits) for d in decodes]
-        assert max(used) == 1 or len(good.submits) <= 1
-
-    run(test, policy="round_robin", max_attempts=2)
-
-
-def test_a_token_lost_or_repeated_on_the_way_is_a_bug_and_not_guessed() -> None:
-    async def test(rig: Rig) -> None:
-        await add(rig, Role.PREFILL)
-        worker = await add(rig, Role.DECODE)
-        worker.skip = 1
-        with pytest.raises(Internal, match="begins at token 2 where 1 was expected"):
-            await outputs(rig, request())
-        await worker.until(lambda: bool(worker.cancels))
-
-    run(test)
-
-
-def test_a_frontend_that_drains_still_continues_what_it_began() -> None:
-    async def test(rig: Rig) -> None:
-        await add(rig, Role.PREFILL)
-        dying, other = await add(rig, Role.DECODE, cut=1), await add(rig, Role.DECODE, cut=1)
-        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
-        found = [await anext(stream)]
-        rig.fleet.drain()
-        for worker in (dying, other):
-            worker.cut = None
-        found += [output async for output in stream]
-        assert tokens(found) == WANTED
-
-    run(test)
-
-
-def test_a_reported_loss_of_the_only_pair_costs_a_moment_and_not_the_request() -> None:
-    async def test(rig: Rig) -> None:
-        p = await add(rig, Role.PREFILL)
-        d = await add(rig, Role.DECODE, 2)
-        d.error = PeerLost(
-            "the link broke",
-            origin=f"decode {d.node.me}",
-            peer=f"prefill {p.node.me}",
-        )
-        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
-        found = [await anext(stream), await anext(stream)]
-        d.cut = None
-        found += [output async for output in stream]
-        assert tokens(found) == WANTED
-        assert [s.ticket.prefill for s in d.submits] == [p.node.me] * 2
-
-    run(test, reported_loss_wait_s=0.05, replacement_wait_s=0.05)
+async def test_a_frontend_that_drains_still_continues_what_it_began(rig: Rig) -> None:
+    await add(rig, Role.PREFILL)
+    dying, other = await add(rig, Role.DECODE, cut=1), await add(rig, Role.DECODE, cut=1)
+    stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
+    found = [await anext(stream)]
+    rig.fleet.drain()
+    for worker in (dying, other):
+        worker.cut = None
+    found += [output async for output in stream]
+    assert tokens(found) == WANTED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet_rig import DEADLINE_S, Leader, Rig, run
+from fleet_rig import DEADLINE_S, Leader, a_rig
 
 from segue.kv.errors import ErrorCode, PeerLost, SegueError
 from segue.kv.ids import Role
@@ -31,10 +31,10 @@ NOBODYS_FAULT = {
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))
-def test_lesson_11_only_transport_errors_and_5xx_count_against_a_worker(code: ErrorCode) -> None:
+async def test_lesson_11_only_transport_errors_and_5xx_count_against_a_worker(code: ErrorCode) -> None:
     """A client that sends nonsense all day must not close a healthy worker to the others."""
 
-    async def test(rig: Rig) -> None:
+    async with a_rig(max_attempts=1) as rig:
         prefill, decode = await rig.add(Role.PREFILL), await rig.add(Role.DECODE)
         assert await rig.run() == [5, 6, 7]
         decode.behave = f"fail:{code}"
@@ -55,11 +55,9 @@ def test_lesson_11_only_transport_errors_and_5xx_count_against_a_worker(code: Er
         assert cooling(at_decode.leader).failures == 0
         await prefill.until(lambda: len(prefill.submits) == 5)
 
-    run(test, max_attempts=1)
 
-
-def test_lesson_11_a_session_that_breaks_counts_against_its_worker() -> None:
-    async def test(rig: Rig) -> None:
+async def test_lesson_11_a_session_that_breaks_counts_against_its_worker() -> None:
+    async with a_rig(max_attempts=1) as rig:
         await rig.add(Role.PREFILL)
         decode = await rig.add(Role.DECODE, "hang")
         [replica] = rig.fleet.router.usable(Role.DECODE)
@@ -71,13 +69,13 @@ def test_lesson_11_a_session_that_breaks_counts_against_its_worker() -> None:
             await task
         assert rig.fleet.router.cooling(replica.leader).failures == 1
 
-    run(test, max_attempts=1)
-
 
 @pytest.mark.parametrize("broken", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("how", ["says so", "is gone"])
-def test_lesson_11_a_pair_is_a_transaction_what_ends_one_half_ends_the_other(broken: Role, how: str) -> None:
-    async def test(rig: Rig) -> None:
+async def test_lesson_11_a_pair_is_a_transaction_what_ends_one_half_ends_the_other(
+    broken: Role, how: str
+) -> None:
+    async with a_rig(max_attempts=1) as rig:
         halves = {role: await rig.add(role, "hang") for role in (Role.PREFILL, Role.DECODE)}
         bad: Leader = halves.pop(broken)
         [other] = halves.values()
@@ -96,16 +94,14 @@ def test_lesson_11_a_pair_is_a_transaction_what_ends_one_half_ends_the_other(bro
         assert other.cancels[0].request_id == other.submits[0].request.request_id
         assert rig.at_rest()
 
-    run(test, max_attempts=1)
-
 
 @pytest.mark.parametrize("code", [ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIMEOUT])
-def test_a_pair_that_cannot_reach_one_another_does_not_take_from_the_fleets_retry_budget(
+async def test_a_pair_that_cannot_reach_one_another_does_not_take_from_the_fleets_retry_budget(
     code: ErrorCode,
 ) -> None:
     """All that wait for one peer fail together: what heals them is bounded by each one's attempts."""
 
-    async def test(rig: Rig) -> None:
+    async with a_rig(policy="round_robin", retry_budget=0.0) as rig:
         await rig.add(Role.PREFILL)
         cut_off = await rig.add(Role.DECODE, f"fail:{code}")
         await rig.add(Role.DECODE)
@@ -114,5 +110,3 @@ def test_a_pair_that_cannot_reach_one_another_does_not_take_from_the_fleets_retr
         assert cut_off.submits
         value = rig.metrics.registry.get_sample_value("segue_retries_total", {"code": code.value})
         assert value == len(cut_off.submits)
-
-    run(test, policy="round_robin", retry_budget=0.0)

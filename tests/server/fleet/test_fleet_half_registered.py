@@ -12,10 +12,11 @@ from fleet_rig import DEADLINE_S, LIMITS, Leader, Rig
 
 from segue.kv.errors import DeadlineExceeded, PeerLost, Starting
 from segue.kv.ids import LeaderId, Role, new_incarnation
-from segue.server.registry.client import LocalRegistry
+from segue.kv.io import MonotonicClock
+from segue.server.registry.client import BackendRegistry
 from segue.server.registry.registry_records import InstanceRecord
 from segue.server.registry.registry_store import RegistryStore
-from segue.server.registry.waiting import SystemClock
+from segue.server.registry.waiting import StoreBackend
 
 
 class Halves:
@@ -50,12 +51,12 @@ class Unfiltered:
 
 
 @asynccontextmanager
-async def a_fleet(real: bool, **settings: float) -> AsyncIterator[tuple[Rig, LocalRegistry | Unfiltered]]:
+async def a_fleet(real: bool, **settings: float) -> AsyncIterator[tuple[Rig, BackendRegistry | Unfiltered]]:
     """A fleet and where its instances register: the registry's own client and store, or `Unfiltered`."""
     rig = Rig(**settings)
-    registry: LocalRegistry | Unfiltered = Unfiltered(rig)
+    registry: BackendRegistry | Unfiltered = Unfiltered(rig)
     if real:
-        registry = LocalRegistry(RegistryStore(SystemClock(), ttl_s=600.0), limits=LIMITS)
+        registry = BackendRegistry(StoreBackend(RegistryStore(MonotonicClock(), ttl_s=600.0)), LIMITS, None)
         rig.fleet.membership._registry = registry
     rig.fleet.start()
     try:
@@ -64,13 +65,13 @@ async def a_fleet(real: bool, **settings: float) -> AsyncIterator[tuple[Rig, Loc
         assert rig.at_rest()
     finally:
         await rig.fleet.close()
-        if isinstance(registry, LocalRegistry):
+        if isinstance(registry, BackendRegistry):
             await registry.aclose()
         for leader in rig.leaders:
             await leader.node.close()
 
 
-Test = Callable[[Rig, "LocalRegistry | Unfiltered", Halves], Awaitable[None]]
+Test = Callable[[Rig, "BackendRegistry | Unfiltered", Halves], Awaitable[None]]
 
 
 def run(test: Test, real: bool, **settings: float) -> None:
@@ -92,7 +93,7 @@ real_or_not = pytest.mark.parametrize("real", [True, False], ids=["registry", "u
 
 @real_or_not
 def test_nothing_is_placed_on_half_an_instance_and_the_request_is_refused_typed(real: bool) -> None:
-    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+    async def test(rig: Rig, registry: BackendRegistry | Unfiltered, halves: Halves) -> None:
         assert not rig.fleet.can_serve
         with pytest.raises(Starting, match="1 prefill, 0 decode"):
             await rig.run()
@@ -110,7 +111,7 @@ def test_nothing_is_placed_on_half_an_instance_and_the_request_is_refused_typed(
 
 @real_or_not
 def test_each_of_two_leaders_of_one_incarnation_gets_a_session_and_requests_of_its_own(real: bool) -> None:
-    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+    async def test(rig: Rig, registry: BackendRegistry | Unfiltered, halves: Halves) -> None:
         await registry.register(halves.records[1])
         await rig.until(lambda: len(rig.fleet.router.usable(Role.DECODE)) == 2)
         for _ in range(6):
@@ -125,7 +126,7 @@ def test_each_of_two_leaders_of_one_incarnation_gets_a_session_and_requests_of_i
 @real_or_not
 @pytest.mark.parametrize("dies", [0, 1])
 def test_one_of_two_leaders_dies_and_only_its_own_requests_are_placed_anew(real: bool, dies: int) -> None:
-    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+    async def test(rig: Rig, registry: BackendRegistry | Unfiltered, halves: Halves) -> None:
         await registry.register(halves.records[1])
         await rig.until(lambda: len(rig.fleet.router.usable(Role.DECODE)) == 2)
         for leader in halves.leaders:
@@ -147,7 +148,7 @@ def test_one_of_two_leaders_dies_and_only_its_own_requests_are_placed_anew(real:
 
 @real_or_not
 def test_a_request_that_waits_is_placed_as_soon_as_the_second_rank_registers(real: bool) -> None:
-    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+    async def test(rig: Rig, registry: BackendRegistry | Unfiltered, halves: Halves) -> None:
         waiting = asyncio.create_task(rig.run())
         await asyncio.sleep(0)
         assert rig.fleet.in_flight == 1
@@ -161,7 +162,7 @@ def test_a_request_that_waits_is_placed_as_soon_as_the_second_rank_registers(rea
 
 @real_or_not
 def test_a_request_that_waits_for_half_an_instance_ends_by_its_own_deadline(real: bool) -> None:
-    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+    async def test(rig: Rig, registry: BackendRegistry | Unfiltered, halves: Halves) -> None:
         with pytest.raises((Starting, DeadlineExceeded)):
             await rig.run(budget_s=0.1)
         assert halves.asked == [0, 0]

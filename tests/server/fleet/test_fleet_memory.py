@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_rig import Leader, Rig, run
+from fleet_rig import Leader, a_rig
 from test_router import REQUEST, Fleet, pairs, ranks
 
 from segue.engine.kv_events import FollowPrefixes, Prefixes, page_hashes
@@ -155,11 +155,11 @@ class Following(Leader):
 
 
 @pytest.mark.parametrize("policy", ["prefix_aware", "total_tokens"])
-def test_prefixes_are_asked_for_on_each_session_and_again_where_something_was_lost(policy: str) -> None:
+async def test_prefixes_are_asked_for_on_each_session_and_again_where_something_was_lost(policy: str) -> None:
     prompt = list(range(64))
     hashes = list(page_hashes(prompt, 16))
 
-    async def test(rig: Rig) -> None:
+    async with a_rig(policy=policy) as rig:
         leader = Following(Role.UNIFIED)
         rig.leaders.append(leader)
         rig.registry.put(await leader.start())
@@ -184,5 +184,3 @@ def test_prefixes_are_asked_for_on_each_session_and_again_where_something_was_lo
         await rig.until(lambda: not rig.fleet.can_serve)
         assert index.cached([leader.node.me], prompt) == {}, "its process may be another one"
         await leader.until(lambda: leader.followed == 3)
-
-    run(test, policy=policy)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_rig import DEADLINE_S, LIMITS, Leader, Rig, run
+from fleet_rig import DEADLINE_S, LIMITS, Leader, Rig, a_rig
 
 from segue.engine.request import Output
 from segue.kv.errors import (
@@ -51,42 +51,36 @@ async def left(rig: Rig, task: asyncio.Task[Any], p: Leader) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_the_next_decode_gets_a_request_and_prefill_only_the_ticket(times: int) -> None:
-    async def test(rig: Rig) -> None:
-        p = await rig.add(Role.PREFILL, "hang")
-        decodes = [await rig.add(Role.DECODE, "hang") for _ in range(times + 1)]
-        task, one = await asked(rig, *decodes)
-        for attempt in range(1, times + 1):
-            says(one, LOST)
-            await p.until(lambda n=attempt: len(p.replaces) == n)
-            ticket = p.replaces[-1].ticket
-            one = next(d for d in decodes if d.node.me == ticket.decode)
-            await one.until(lambda d=one: bool(d.submits))
-            assert one.submits[-1].ticket == ticket
-            assert ticket.attempt == attempt
-        [first] = p.submits
-        assert {(r.request_id, r.ticket.room) for r in p.replaces} == {
-            (first.request.request_id, first.ticket.room)
-        }
-        assert len({r.ticket.decode for r in p.replaces} | {first.ticket.decode}) == times + 1
-        assert not p.cancels
-        await left(rig, task, p)
-
-    run(test)
+async def test_the_next_decode_gets_a_request_and_prefill_only_the_ticket(rig: Rig, times: int) -> None:
+    p = await rig.add(Role.PREFILL, "hang")
+    decodes = [await rig.add(Role.DECODE, "hang") for _ in range(times + 1)]
+    task, one = await asked(rig, *decodes)
+    for attempt in range(1, times + 1):
+        says(one, LOST)
+        await p.until(lambda n=attempt: len(p.replaces) == n)
+        ticket = p.replaces[-1].ticket
+        one = next(d for d in decodes if d.node.me == ticket.decode)
+        await one.until(lambda d=one: bool(d.submits))
+        assert one.submits[-1].ticket == ticket
+        assert ticket.attempt == attempt
+    [first] = p.submits
+    assert {(r.request_id, r.ticket.room) for r in p.replaces} == {
+        (first.request.request_id, first.ticket.room)
+    }
+    assert len({r.ticket.decode for r in p.replaces} | {first.ticket.decode}) == times + 1
+    assert not p.cancels
+    await left(rig, task, p)
 
 
-def test_a_room_is_asked_for_no_more_bindings_than_it_outlives() -> None:
-    async def test(rig: Rig) -> None:
-        p = await rig.add(Role.PREFILL, "hang")
-        for _ in range(4):
-            await rig.add(Role.DECODE, "fail:TRANSFER_FAILED")
-        with pytest.raises(TransferFailed):
-            await rig.run()
-        assert [s.ticket.attempt for s in p.submits] == [0, 3]
-        assert [r.ticket.attempt for r in p.replaces] == [1, 2]
-        assert LIMITS.max_bindings == 3
-
-    run(test)
+async def test_a_room_is_asked_for_no_more_bindings_than_it_outlives(rig: Rig) -> None:
+    p = await rig.add(Role.PREFILL, "hang")
+    for _ in range(4):
+        await rig.add(Role.DECODE, "fail:TRANSFER_FAILED")
+    with pytest.raises(TransferFailed):
+        await rig.run()
+    assert [s.ticket.attempt for s in p.submits] == [0, 3]
+    assert [r.ticket.attempt for r in p.replaces] == [1, 2]
+    assert LIMITS.max_bindings == 3
 
 
 @pytest.mark.parametrize(
@@ -99,28 +93,27 @@ def test_a_room_is_asked_for_no_more_bindings_than_it_outlives() -> None:
     ],
     ids=lambda value: value.code.value if isinstance(value, SegueError) else "",
 )
-def test_prefill_s_half_goes_on_unless_what_it_computed_is_in_doubt(error: SegueError, kept: bool) -> None:
-    async def test(rig: Rig) -> None:
-        p = await rig.add(Role.PREFILL, "hang")
-        decodes = [await rig.add(Role.DECODE, "hang") for _ in range(2)]
-        task, one = await asked(rig, *decodes)
-        [two] = [d for d in decodes if d is not one]
-        says(one, error)
-        await two.until(lambda: bool(two.submits))
-        if kept:
-            await p.until(lambda: bool(p.replaces))
-        else:
-            await p.until(lambda: bool(p.cancels) and len(p.submits) == 2)
-            assert p.cancels[0].reason.code is error.code, "prefill hears why"
-        assert (two.submits[0].ticket.room == one.submits[0].ticket.room) == kept
-        assert (len(p.submits), len(p.replaces), len(p.cancels)) == ((1, 1, 0) if kept else (2, 0, 1))
-        await left(rig, task, p)
+async def test_prefill_s_half_goes_on_unless_what_it_computed_is_in_doubt(
+    rig: Rig, error: SegueError, kept: bool
+) -> None:
+    p = await rig.add(Role.PREFILL, "hang")
+    decodes = [await rig.add(Role.DECODE, "hang") for _ in range(2)]
+    task, one = await asked(rig, *decodes)
+    [two] = [d for d in decodes if d is not one]
+    says(one, error)
+    await two.until(lambda: bool(two.submits))
+    if kept:
+        await p.until(lambda: bool(p.replaces))
+    else:
+        await p.until(lambda: bool(p.cancels) and len(p.submits) == 2)
+        assert p.cancels[0].reason.code is error.code, "prefill hears why"
+    assert (two.submits[0].ticket.room == one.submits[0].ticket.room) == kept
+    assert (len(p.submits), len(p.replaces), len(p.cancels)) == ((1, 1, 0) if kept else (2, 0, 1))
+    await left(rig, task, p)
 
-    run(test)
 
-
-def test_a_half_that_prefill_does_not_have_any_more_costs_no_attempt_and_blames_nobody() -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_half_that_prefill_does_not_have_any_more_costs_no_attempt_and_blames_nobody() -> None:
+    async with a_rig(max_attempts=2) as rig:
         p = await rig.add(Role.PREFILL, "hang")
         decodes = [await rig.add(Role.DECODE, "hang") for _ in range(3)]
         task, one = await asked(rig, *decodes)
@@ -138,13 +131,11 @@ def test_a_half_that_prefill_does_not_have_any_more_costs_no_attempt_and_blames_
         assert len(p.submits) == 2, "two attempts that count, as many as are allowed"
         assert rig.fleet.router.cooling(p.node.me).failures == 0
 
-    run(test, max_attempts=2)
 
-
-def test_decode_may_be_the_first_to_hear_that_prefill_does_not_have_its_half_any_more() -> None:
+async def test_decode_may_be_the_first_to_hear_that_prefill_does_not_have_its_half_any_more() -> None:
     """Prefill's leader computes while its rooms answer decode."""
 
-    async def test(rig: Rig) -> None:
+    async with a_rig(max_attempts=2) as rig:
         p = await rig.add(Role.PREFILL, "hang")
         decodes = [await rig.add(Role.DECODE, "hang") for _ in range(2)]
         task, one = await asked(rig, *decodes)
@@ -161,11 +152,9 @@ def test_decode_may_be_the_first_to_hear_that_prefill_does_not_have_its_half_any
         assert len(p.replaces) == 1
         assert rig.fleet.router.cooling(p.node.me).failures == 0
 
-    run(test, max_attempts=2)
 
-
-def test_a_half_that_fails_while_nobody_decodes_is_not_asked_again() -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_half_that_fails_while_nobody_decodes_is_not_asked_again() -> None:
+    async with a_rig(no_replica_wait_s=DEADLINE_S) as rig:
         p = await rig.add(Role.PREFILL, "hang")
         one = await rig.add(Role.DECODE, "hang")
         task, _ = await asked(rig, one)
@@ -183,12 +172,10 @@ def test_a_half_that_fails_while_nobody_decodes_is_not_asked_again() -> None:
         assert [s.ticket.room for s in p.submits[1:]] == [s.ticket.room for s in two.submits]
         assert not p.replaces
 
-    run(test, no_replica_wait_s=DEADLINE_S)
-
 
 @pytest.mark.parametrize("end", ["left", "nobody comes", "elsewhere"])
-def test_a_half_that_nobody_wants_any_more_is_ended(end: str) -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_half_that_nobody_wants_any_more_is_ended(end: str) -> None:
+    async with a_rig(no_replica_wait_s=0.05 if end == "nobody comes" else DEADLINE_S) as rig:
         p = await rig.add(Role.PREFILL, "hang")
         one = await rig.add(Role.DECODE, "hang")
         task, _ = await asked(rig, one)
@@ -211,22 +198,17 @@ def test_a_half_that_nobody_wants_any_more_is_ended(end: str) -> None:
         assert [c.request_id for c in p.cancels] == [p.submits[0].request.request_id]
         assert rig.fleet.sizes()["legs"] == 0
 
-    run(test, no_replica_wait_s=0.05 if end == "nobody comes" else DEADLINE_S)
 
-
-def test_prefill_is_killed_while_its_half_goes_on() -> None:
-    async def test(rig: Rig) -> None:
-        p = await rig.add(Role.PREFILL, "hang")
-        decodes = [await rig.add(Role.DECODE, "hang") for _ in range(2)]
-        task, one = await asked(rig, *decodes)
-        says(one, LOST)
-        await p.until(lambda: bool(p.replaces))
-        [two] = [d for d in decodes if d is not one]
-        two.behave = one.behave = "serve"
-        other = await rig.add(Role.PREFILL)
-        p.session.close(PeerLost("killed"))
-        assert await task == [5, 6, 7]
-        assert other.submits[0].ticket.room != p.submits[0].ticket.room
-        assert isinstance(p.replaces[0], Replace)
-
-    run(test)
+async def test_prefill_is_killed_while_its_half_goes_on(rig: Rig) -> None:
+    p = await rig.add(Role.PREFILL, "hang")
+    decodes = [await rig.add(Role.DECODE, "hang") for _ in range(2)]
+    task, one = await asked(rig, *decodes)
+    says(one, LOST)
+    await p.until(lambda: bool(p.replaces))
+    [two] = [d for d in decodes if d is not one]
+    two.behave = one.behave = "serve"
+    other = await rig.add(Role.PREFILL)
+    p.session.close(PeerLost("killed"))
+    assert await task == [5, 6, 7]
+    assert other.submits[0].ticket.room != p.submits[0].ticket.room
+    assert isinstance(p.replaces[0], Replace)

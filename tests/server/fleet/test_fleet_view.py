@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fleet_records import instance_record, load
 
 from segue.kv.errors import ErrorCode, PeerLost
 from segue.kv.ids import LeaderId, Role, new_incarnation
@@ -23,11 +24,9 @@ from segue.server.fleet.fleet_view import (
 )
 from segue.server.fleet.operator import Row
 from segue.server.fleet.replica import Replica
-from segue.server.messages.control import Load
 from segue.server.messages.operate import PairStatus, Status
 from segue.server.messages.records import Records, RequestRecord
 from segue.server.observe.metrics import Metrics
-from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 BOUNDS = (0.1, 0.2, 0.4, float("inf"))
 
@@ -79,28 +78,17 @@ def test_times_of_tokens_are_read_from_the_metrics() -> None:
     assert 3 < itl.p50 <= 5
 
 
-def replica(role: Role = Role.PREFILL, **load: Any) -> Replica:
-    where = ReplicaRecord(dp_rank=0, host="127.0.0.1", port=9)
-    record = InstanceRecord(
-        incarnation=new_incarnation(),
-        role=role,
-        model="m",
-        served_model="tiny",
-        context_tokens=100,
-        dp_size=1,
-        load_balance="round_robin",
-        replicas=[where],
-    )
-    made = Replica(record, where)
-    if load:
-        counts = {"running": 1, "waiting": 2, "tokens": 0, "pages_free": 5, "pages_total": 8}
-        made.load = Load(dp_rank=0, **{**counts, **load})
+def replica(role: Role = Role.PREFILL, **said: Any) -> Replica:
+    record = instance_record(new_incarnation(), 9, role=role)
+    made = Replica(record, record.replicas[0])
+    if said:
+        made.load = load(**{"running": 1, "waiting": 2, "pages_free": 5, "pages_total": 8} | said)
         made.session = SimpleNamespace()  # type: ignore[assignment]
     return made
 
 
 @pytest.mark.parametrize(
-    ("load", "state"),
+    ("said", "state"),
     [
         ({}, "no session"),
         ({"running": 1}, "serving"),
@@ -108,8 +96,8 @@ def replica(role: Role = Role.PREFILL, **load: Any) -> Replica:
         ({"draining": True, "drained": True}, "drained"),
     ],
 )
-def test_a_replica_has_one_state(load: dict[str, Any], state: str) -> None:
-    [view] = replica_views([replica(**load)])
+def test_a_replica_has_one_state(said: dict[str, Any], state: str) -> None:
+    [view] = replica_views([replica(**said)])
     assert view.state == state
 
 

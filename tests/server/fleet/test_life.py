@@ -29,6 +29,16 @@ def test_of_an_id_that_came_twice_each_sample_is_dated_from_its_own_arrival() ->
     assert life.parts[-1].record.where == "decode b", "what nobody can date comes last"
 
 
+def test_a_life_as_text_tells_the_terminal_nothing() -> None:
+    """A client's words are in an id, a step's text and an error."""
+    harmful = "\x1b[2J\rno such request\nrequest r2"
+    error = ErrorInfo(code=ErrorCode.NOT_FOUND, text=harmful, origin=harmful)
+    one = record(HTTP, 100.0, harmful, steps=[Step("place", 0.0, harmful)], error=error)
+    text = describe_life(life_of(harmful, [[one]], [harmful]))
+    assert text.count(r"\x1b[2J\rno such request\nrequest r2") == 6
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
 def test_a_life_as_text_says_who_when_and_why_and_who_is_silent() -> None:
     error = ErrorInfo(code=ErrorCode.PEER_LOST, text="the cable", origin="decode b")
     parts = [

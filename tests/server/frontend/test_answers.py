@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from segue.engine.request import Output, Request, SamplingParams, Usage
-from segue.kv.ids import FinishReason
-from segue.kv.protocol.messages import TokenLogprob
+from segue.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob, Usage
 from segue.server.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
+from segue.server.frontend.call_families import FAMILIES
 from segue.server.frontend.generate import Piece, Sample
-from segue.server.frontend.native import EVENT_BYTES, NativeAnswer
+from segue.server.frontend.native import EVENT_BYTES, NativeAnswer, PromptLogprobs
 from segue.server.frontend.params import Text
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.frontend.tools import parser_for
+from segue.server.frontend.tools import call_parser
 
 PROMPTS = [[5, 6, 7], [8, 9]]
+HERMES = next(family for family in FAMILIES if family.name.startswith("Hermes"))
+#: Text that JSON escapes, or that looks like what an event's template is cut at.
+ODD = ' "q" \\ [-1] \0 \n é\U0001f600</script> "\\u0000"'
 CALL = '<tool_call>{"name": "%s", "arguments": {"city": "%s"}}</tool_call>'
 
 
@@ -45,7 +48,7 @@ def pieces(tokenizer: ModelTokenizer, index: int, *, echo: bool) -> list[Piece]:
     for at, token in enumerate((10 + index, 20, 30)):
         top = [(token, -0.5), (40, float("-inf"))]
         lp = TokenLogprob(token, float("-inf") if at == 1 else -0.25 * (index + 1), top)
-        text = "" if at == 1 else f"{'ab'[at // 2]}{index} "
+        text = "" if at == 1 else f"{'ab'[at // 2]}{index} {ODD}"
         made.append(Piece(text=text, token_ids=[token], logprobs=[lp]))
     if echo:
         made[0].prompt_logprobs = [None, *(TokenLogprob(t, -1.0, [(t, -1.0)]) for t in prompt[1:])]
@@ -133,7 +136,7 @@ def test_what_is_streamed_is_what_a_whole_answer_says(
         expected = {name: value for name, value in wholly(choice).items() if name in together}
         assert together == expected
         prompt = PROMPTS[index // 2]
-        body = "" if make is echo_only else f"a{index} b{index} "
+        body = "" if make is echo_only else f"a{index} {ODD}b{index} {ODD}"
         head = ["first", "second"][index // 2] if make in (echo, echo_only) else ""
         assert together["text"] == head + body
         if token_ids:
@@ -221,7 +224,7 @@ def test_each_of_several_calls_has_an_index_and_a_truncated_answer_is_said_to_be
     def made() -> ChatAnswer:
         found = choices(tokenizer)
         for choice in found:
-            choice.parser = parser_for("<tool_call>")
+            choice.parser = call_parser(HERMES, {})
         return ChatAnswer(Shape("id", "tiny", 7), found, tokenizer)
 
     stream, whole = made(), made()
@@ -264,7 +267,10 @@ def as_sent(body: Any) -> Any:
 def native_stream(tokenizer: ModelTokenizer, tokens: int, top: int) -> tuple[list[bytes], Any]:
     """The events of a stream of so many tokens, and what a whole answer says."""
     shape = Shape("id", "tiny", 7, logprobs=top > 0, token_ids=True)
-    stream, whole = (NativeAnswer(text(shape, tokenizer), "x", batch=False) for _ in range(2))
+    logprobs = [PromptLogprobs(shown=top > 0, top=top)] * len(PROMPTS)
+    stream, whole = (
+        NativeAnswer(text(shape, tokenizer), "x", batch=False, logprobs=logprobs) for _ in range(2)
+    )
     alternatives = [(i, -1.0 / (i + 3)) for i in range(top)]
     events = []
     for i in range(tokens):
@@ -275,6 +281,96 @@ def native_stream(tokenizer: ModelTokenizer, tokens: int, top: int) -> tuple[lis
         events.append(stream.events(0, piece))
         whole.add(0, piece)
     return [event for event in events if event], as_sent(whole.whole())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "with_text", "prompt_only", "wanted"),
+    [
+        (
+            PromptLogprobs(True, 0, 1),
+            False,
+            False,
+            {
+                "input_token_logprobs": [[None, 72, None], [-1.0, 101, None], [-2.0, 108, None]],
+                "input_top_logprobs": [None, [[-0.5, 7, None]], [[-0.25, 8, None]]],
+                "output_token_logprobs": [[-3.0, 65, None]],
+                "output_top_logprobs": [[[-0.125, 9, None]]],
+            },
+        ),
+        (
+            PromptLogprobs(True, 1, 0),
+            True,
+            False,
+            {
+                "input_token_logprobs": [[None, 101, "e"], [-2.0, 108, "l"]],
+                "input_top_logprobs": [None, []],
+                "output_token_logprobs": [[-3.0, 65, "A"]],
+                "output_top_logprobs": [[]],
+            },
+        ),
+        (
+            PromptLogprobs(True, 2, 0),
+            False,
+            True,
+            {
+                "input_token_logprobs": [[None, 108, None]],
+                "input_top_logprobs": [None],
+                "output_token_logprobs": [],
+                "output_top_logprobs": [],
+            },
+        ),
+        (
+            PromptLogprobs(True, -1, 0),
+            False,
+            False,
+            {
+                "input_token_logprobs": [],
+                "input_top_logprobs": [],
+                "output_token_logprobs": [[-3.0, 65, None]],
+                "output_top_logprobs": [[]],
+            },
+        ),
+        (PromptLogprobs(), False, False, {}),
+    ],
+)
+def test_sglang_s_form_of_log_probabilities(
+    asked: PromptLogprobs,
+    with_text: bool,
+    prompt_only: bool,
+    wanted: dict[str, Any],
+    stream: bool,
+) -> None:
+    """The first token that is shown has no probability; `max_new_tokens` 0 shows nothing that was made."""
+    tokenizer: Any = SimpleNamespace(token_text=chr)
+    plain = text(Shape("id", "tiny", 7, logprobs=True, token_ids=True), tokenizer)
+    sample = plain.choices[0].sample
+    sample.request = msgspec.structs.replace(sample.request, prompt=[72, 101, 108])
+    sample.tokens = 1
+    answer = NativeAnswer(
+        plain,
+        "x",
+        batch=False,
+        logprobs=[asked] * len(PROMPTS),
+        with_text=with_text,
+        prompt_only=prompt_only,
+    )
+    piece = Piece(
+        text="A",
+        token_ids=[65],
+        logprobs=[TokenLogprob(65, -3.0, [(9, -0.125)])],
+        prompt_logprobs=[None, TokenLogprob(101, -1.0, [(7, -0.5)]), TokenLogprob(108, -2.0, [(8, -0.25)])],
+        finish=FinishReason.LENGTH,
+    )
+    if stream:
+        said = json.loads(answer.events(0, piece).removeprefix(b"data: "))
+    else:
+        answer.add(0, piece)
+        said = as_sent(answer.whole())
+    meta = said["meta_info"]
+    assert {name: meta[name] for name in meta if name.endswith("logprobs")} == wanted
+    assert said["text"] == ("" if prompt_only else "A")
+    assert len(said["output_ids"]) == meta["finish_reason"]["length"] == meta["completion_tokens"]
 
 
 def test_of_a_stream_that_repeats_all_so_far_the_bytes_grow_as_its_tokens(tokenizer: ModelTokenizer) -> None:
@@ -303,7 +399,10 @@ def test_sglang_s_form_says_all_so_far_in_each_event(
     tokenizer: ModelTokenizer, rid: str | list[str] | None
 ) -> None:
     shape = Shape("id", "tiny", 7, logprobs=True, token_ids=True)
-    made = [NativeAnswer(text(shape, tokenizer), rid or "call", batch=True) for _ in range(2)]
+    logprobs = [PromptLogprobs(shown=True, top=2)] * len(PROMPTS)
+    made = [
+        NativeAnswer(text(shape, tokenizer), rid or "call", batch=True, logprobs=logprobs) for _ in range(2)
+    ]
     stream, whole = made
     last: dict[int, Any] = {}
     for index in range(4):
@@ -315,7 +414,7 @@ def test_sglang_s_form_says_all_so_far_in_each_event(
     for index, one in enumerate(found):
         assert last[index] == one | {"index": index}
         prompt, sample = PROMPTS[index // 2], whole.choices[index].sample
-        assert (one["text"], one["output_ids"]) == (f"a{index} b{index} ", [10 + index, 20, 30])
+        assert (one["text"], one["output_ids"]) == (f"a{index} {ODD}b{index} {ODD}", [10 + index, 20, 30])
         meta = one["meta_info"]
         name = rid if isinstance(rid, str) else None if rid is None else (*rid, "id")[index // 2]
         assert meta["id"] == (name or "call")
@@ -329,6 +428,6 @@ def test_sglang_s_form_says_all_so_far_in_each_event(
         assert meta["output_token_logprobs"][0] == [value, 10 + index, None]
         assert meta["output_top_logprobs"][0] == [[-0.5, 10 + index, None], [None, 40, None]]
         assert len(meta["output_token_logprobs"]) == len(meta["output_top_logprobs"]) == 3
-    alone = NativeAnswer(text(shape, tokenizer), "x", batch=False)
+    alone = NativeAnswer(text(shape, tokenizer), "x", batch=False, logprobs=logprobs)
     assert "index" not in alone.chunks(0, Piece(text="a", token_ids=[1]))[0]
     assert isinstance(alone.whole(), dict)

@@ -5,8 +5,8 @@ import threading
 from typing import Any
 
 import pytest
+from frontend_rig import CONTEXT, DEADLINE_S, FakeBackend, Running, serve
 
-from conftest import CONTEXT, DEADLINE_S, FakeBackend, Running, serve
 from segue.kv.errors import OutOfCapacity
 from segue.kv.limits import Limits
 from segue.server.frontend.tokenizer import ModelTokenizer
@@ -16,7 +16,10 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+#: What the types say, what fields say of one another, and one field that is not built. `test_plans` has the
+#: range of each field.
 BAD = [
+    (CHAT, {"messages": HI, "bad_words": ["Paris"]}, "bad_words"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "hi"}, "messages"),
     (CHAT, {"messages": [1]}, "messages[0]"),
@@ -25,35 +28,15 @@ BAD = [
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, "messages"),
-    (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens"),
-    (CHAT, {"messages": HI, "max_tokens": -1}, "max_tokens"),
-    (CHAT, {"messages": HI, "max_tokens": 10**9}, "max_tokens"),
     (CHAT, {"messages": HI, "max_tokens": 10**30}, "max_tokens"),
     (CHAT, {"messages": HI, "max_tokens": "5"}, "max_tokens"),
-    (CHAT, {"messages": HI, "priority": 2**31}, "priority"),
     (CHAT, {"messages": HI, "priority": "high"}, "priority"),
     (CHAT, {"messages": HI, "max_tokens": True}, "max_tokens"),
     (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
-    (CHAT, {"messages": HI, "n": 0}, "n"),
-    (CHAT, {"messages": HI, "n": 1000}, "n"),
-    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
     (CHAT, {"messages": HI, "top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"messages": HI, "temperature": "hot"}, "temperature"),
-    (CHAT, {"messages": HI, "temperature": -1}, "temperature"),
-    (CHAT, {"messages": HI, "temperature": 3}, "temperature"),
-    (CHAT, {"messages": HI, "top_p": 0}, "top_p"),
-    (CHAT, {"messages": HI, "top_k": -2}, "top_k"),
-    (CHAT, {"messages": HI, "min_p": 2}, "min_p"),
-    (CHAT, {"messages": HI, "presence_penalty": 3}, "presence_penalty"),
-    (CHAT, {"messages": HI, "repetition_penalty": 0}, "repetition_penalty"),
     (CHAT, {"messages": HI, "logit_bias": {"x": 1}}, "logit_bias"),
-    (CHAT, {"messages": HI, "logit_bias": {"99999": 1}}, "logit_bias"),
-    (CHAT, {"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias"),
-    (CHAT, {"messages": HI, "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-    (CHAT, {"messages": HI, "stop": ["a"] * 100}, "stop"),
-    (CHAT, {"messages": HI, "stop": ""}, "stop"),
     (CHAT, {"messages": HI, "stop": 5}, "stop"),
-    (CHAT, {"messages": HI, "stop_token_ids": [10**6]}, "stop_token_ids"),
     (CHAT, {"messages": HI, "stream": "yes"}, "stream"),
     (CHAT, {"messages": HI, "stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {"messages": HI, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
@@ -88,7 +71,6 @@ BAD = [
     (TEXT, {}, None),
     (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
     (TEXT, {"prompt": "a", "best_of": 3}, "best_of"),
-    (TEXT, {"prompt": "a", "logprobs": 1000}, "logprobs"),
     (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": 5}, "prompt"),
@@ -121,7 +103,7 @@ def test_a_wrong_parameter_is_named(
         (b'{"messages": ' + b"[" * 50_000, ""),
         (
             b'{"messages": [{"role": "user", "content": "a", "x": ' + b"[" * 9000 + b"]" * 9000 + b"}]}",
-            "deep",
+            "levels",
         ),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "JSON"),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', "temperature"),

@@ -11,8 +11,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from frontend_rig import Wire, cycle_over
 
-from conftest import Wire, cycle_over
 from segue.kv.errors import AbortedByClient, Internal, OutOfCapacity, RequestTooLarge, SegueError
 from segue.server.frontend.http_call import HttpCall
 from segue.server.frontend.request_memory import LARGE_BYTES_PER_S, SMALL_BYTES, MemoryBudget, RequestMemory

@@ -8,18 +8,18 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
+from frontend_rig import Wire, cycle_over
 
 import segue
-from conftest import Wire, cycle_over
 from segue.engine.request import Request, SamplingParams
 from segue.kv.limits import Limits
-from segue.kv.protocol.ticket import Ticket
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-from segue.server.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from segue.server.frontend.request_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.http.http_exchange import EXCHANGE, HttpExchange
+from segue.server.messages.ticket import Ticket
 from segue.server.observe.metrics import Metrics
 
 #: Addresses and pins that routers put into bodies and headers.
@@ -180,6 +180,7 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
         "kv/ranks/rank_listener.py",  # a unix socket of this host
         "kv/ranks/rank_worker.py",  # what its leader tells it
         "kv/process_link.py",  # a socket that is connected already
+        "kv/transport/host_speed.py",  # a process of this host that it has started
         "kv/transport/tcp/tcp_sockets.py",
         "kv/transport/tcp/tcp_net.py",  # what it is told to, by the one before
         "kv/transport/shm/shm_out.py",
@@ -193,5 +194,6 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
         "server/registry/backends.py",
         "kv/session/node.py",
         "server/fleet/membership.py",
+        "kv/transport/host_speed.py",  # a process of this host that it has started
         "kv/transport/tcp/tcp_sockets.py",
     } <= inner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -10,14 +11,17 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2 as httpx
 import msgspec
 import pytest
+from frontend_rig import DEADLINE_S, FakeBackend, Running, serve
 
-from conftest import DEADLINE_S, FakeBackend, Running, serve
 from segue.cli.commands.top_command import looks
 from segue.cli.main import main
 from segue.kv.errors import ConfigError, PeerLost, SegueError, Starting
@@ -34,25 +38,31 @@ KEY = "the-key-of-the-tests"
 
 
 class Fleet:
-    """A fleet without replicas. `operators` are open now; `asked` counts rounds of questions, `left`
-    operators that are closed."""
+    """A fleet without replicas. `operators` are open now and `opened` were; `asked` counts rounds of
+    questions, `left` operators that are closed. While `hold` is set, `questions` wait for it."""
 
     def __init__(self) -> None:
         self.records = Records()
         self.membership = SimpleNamespace(name="frontend 0123abcd", replicas={})
         self.can_serve = self.proven = False
         self.in_flight = 3
-        self.operators = 0
+        self.operators = self.opened = 0
+        self.hold: asyncio.Event | None = None
+        self.questions: list[str] = []
+        self.calls: list[RequestRecord] = []
         self.asked = threading.Semaphore(0)
         self.left = threading.Semaphore(0)
         self.trouble: SegueError | None = None
         self.rows: list[Row] = []
         self.broken = False
 
-    def live(self, count: int) -> list[RequestRecord]:
+    def live(self, count: int, tenant: str = "") -> list[RequestRecord]:
         if self.broken:
             raise RuntimeError("a bug")
-        return []
+        return [call for call in self.calls if tenant in ("", call.tenant)]
+
+    def explain(self, request_id: str) -> list[RequestRecord]:
+        return self.records.find(request_id)
 
     def lacking(self) -> SegueError:
         return Starting("nobody is here")
@@ -60,8 +70,9 @@ class Fleet:
     @contextlib.asynccontextmanager
     async def operator(self) -> AsyncIterator[Any]:
         self.operators += 1
+        self.opened += 1
         try:
-            yield self
+            yield SimpleNamespace(ps=self.ps, explain=self.asked_to_explain)
         finally:
             self.operators -= 1
             self.left.release()
@@ -72,7 +83,10 @@ class Fleet:
             raise self.trouble
         return self.rows
 
-    async def explain(self, request_id: str) -> Life:
+    async def asked_to_explain(self, request_id: str) -> Life:
+        self.questions.append(request_id)
+        if self.hold is not None:
+            await self.hold.wait()
         known = RequestRecord(request_id=request_id, where="frontend http", began=1.0, seconds=2.0)
         parts = [DatedRecord(at_s=0.0, record=known)] if request_id == "known/1" else []
         return Life(request_id, parts, ["decode x: did not answer"])
@@ -197,6 +211,82 @@ def test_a_timeline_is_what_explain_knows(watched: Running) -> None:
     answer = watched.http.get(f"{watched.url}/dashboard/requests/unknown")
     assert answer.status_code == 404
     assert "no process knows the request 'unknown'" in answer.json()["error"]["message"]
+
+
+def test_many_timelines_at_once_share_one_operator_and_no_more_than_eight_ask(
+    watched: Running, fleet: Fleet
+) -> None:
+    fleet.hold = asyncio.Event()
+    urls = [f"{watched.url}/dashboard/requests/known/1" for _ in range(40)]
+    with ThreadPoolExecutor(len(urls)) as threads:
+        answers = [threads.submit(httpx.get, url, timeout=DEADLINE_S) for url in urls]
+        refused = [done.result() for done in islice(as_completed(answers), 32)]
+        assert (len(fleet.questions), fleet.opened) == (8, 1)
+        watched.loop.call_soon_threadsafe(fleet.hold.set)
+    assert {answer.status_code for answer in refused} == {429}
+    assert all(answer.headers["retry-after"] for answer in refused)
+    assert "8 timelines are asked for already" in refused[0].json()["error"]["message"]
+    assert sorted(done.result().status_code for done in answers) == [200] * 8 + [429] * 32
+    assert fleet.left.acquire(timeout=DEADLINE_S)
+    assert not fleet.operators
+
+
+def test_a_name_that_no_request_can_have_is_refused_before_anybody_is_asked(
+    watched: Running, fleet: Fleet
+) -> None:
+    answer = watched.http.get(f"{watched.url}/dashboard/requests/{'(' * 60_000}")
+    assert answer.status_code == 400
+    assert "at most 160 characters, not 60000" in answer.json()["error"]["message"]
+    assert (fleet.questions, fleet.opened) == ([], 0)
+
+
+def test_with_several_keys_each_sees_its_own_requests_and_an_operator_all(
+    backend: FakeBackend, tokenizer: ModelTokenizer, fleet: Fleet
+) -> None:
+    lost = PeerLost("the prompt of key 1").info
+    for tenant, error in (("key 1", lost), ("key 2", None)):
+        one = RequestRecord(
+            request_id=f"of {tenant}",
+            where="frontend http",
+            role="http",
+            began=1.0,
+            seconds=1.0,
+            facts={"status": 200},
+            error=error,
+            tenant=tenant,
+        )
+        both = msgspec.structs.replace(one, request_id="both")
+        fleet.records.put(one)
+        fleet.records.put(both)
+        facts = {"prompt_tokens": 1, "output_tokens": 1}
+        fleet.calls.append(msgspec.structs.replace(one, request_id=f"live {tenant}", facts=facts))
+    keys = ("first", "second", "the-operator")
+    shown: dict[str, list[str]] = {}
+    with serve(backend, tokenizer, keys=keys, operators=keys[2:], dashboard=partial(make, fleet)) as running:
+        for _ in range(2):  # two finished ones count as errors
+            running.door.metrics.finished("chat", lost.code)
+
+        def timeline(key: str, name: str) -> Any:
+            headers = {"Authorization": f"Bearer {key}"}
+            return running.http.get(f"{running.url}/dashboard/requests/{name}", headers=headers)
+
+        views = {key: looks(running.url, {"Authorization": f"Bearer {key}"}) for key in keys}
+        for key, each in views.items():
+            view = next(each)
+            shown[key] = sorted(request.request_id for request in view.requests)
+            [error] = view.errors
+            assert (error.count, "key 1" in error.text) == (2, key != "second")
+        for each in views.values():
+            each.close()
+        assert timeline("first", "of%20key%202").status_code == 404
+        assert timeline("first", "known/1").status_code == 404
+        own = msgspec.json.decode(timeline("second", "both").content, type=Life)
+        assert [part.record.tenant for part in own.parts] == ["key 2"]
+        assert fleet.questions == [], "no leader is asked"
+        assert timeline("the-operator", "known/1").status_code == 200
+    assert shown["first"] == ["both", "live key 1", "of key 1"]
+    assert shown["second"] == ["both", "live key 2", "of key 2"]
+    assert set(shown["the-operator"]) == {*shown["first"], *shown["second"]}
 
 
 def test_the_page_runs_its_own_script_alone(watched: Running) -> None:

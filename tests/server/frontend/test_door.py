@@ -12,18 +12,18 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 import uvloop
 from cryptography.hazmat.primitives import serialization
+from frontend_rig import DEADLINE_S, FakeBackend, Running, serve
 from starlette.responses import JSONResponse
 from test_tool_calls import ASK
 
-from conftest import DEADLINE_S, FakeBackend, Running, serve
 from segue.cli.commands.client_flags import trusting
 from segue.engine.request import Output, Request
+from segue.kv import pending
 from segue.kv.errors import ConfigError, OutOfCapacity
-from segue.kv.session import guarded_listener
 from segue.kv.session.guarded_listener import GuardedListener
 from segue.server.frontend.client_tls import ClientTls
 from segue.server.frontend.frontend_listener import FrontendListener
@@ -173,7 +173,7 @@ async def test_clients_whose_handshake_fails_are_one_line_a_minute(
     for number in range(3):
         listener.log_refused(f"client {number}", "no")
     listener.log_refused("client 9", "another reason")
-    monkeypatch.setattr(guarded_listener, "REFUSED_S", 0.0)
+    monkeypatch.setattr(pending, "REFUSED_S", 0.0)
     listener.log_refused("client 3", "no")
     listener.log_refused("client 4", "no")
     assert caplog.messages == [
@@ -255,9 +255,13 @@ async def test_a_page_of_an_allowed_origin_may_ask_and_read_the_answer(allowed: 
 @in_loop
 async def test_a_page_of_another_origin_may_not(allowed: str) -> None:
     async with listening(allowed_origins=allowed, keys=("right",)) as url, httpx.AsyncClient() as client:
-        assert (await client.options(f"{url}/v1/models", headers=ASKS)).status_code == 401
-        answer = await client.get(f"{url}/health", headers={"origin": PAGE})
-        assert not [name for name in answer.headers if name.startswith("access-control")]
+        for answer in (
+            await client.options(f"{url}/v1/models", headers=ASKS),
+            await client.get(f"{url}/health", headers={"origin": PAGE}),
+        ):
+            assert answer.status_code == 403
+            assert f"give --allowed-origins {PAGE}" in answer.json()["error"]["message"]
+            assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
 @pytest.mark.parametrize("wrong", ["page.example", "https://page.example/path", "https://*.example", "null"])

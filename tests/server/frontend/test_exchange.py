@@ -7,8 +7,8 @@ from typing import Any
 
 import httptools
 import pytest
+from frontend_rig import Wire, cycle_over
 
-from conftest import Wire, cycle_over
 from segue.server.http.http_exchange import HttpExchange
 
 HEADERS = [(b"content-type", b"application/json"), (b"x-request-id", b"r")]

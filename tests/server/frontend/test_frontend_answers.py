@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_http import chat, events, raw_request
+from frontend_rig import DEADLINE_S, FakeBackend, Running, Told, Wire, cycle_over, http_post, serve
+from test_http import chat, events
 
-from conftest import DEADLINE_S, FakeBackend, Running, Told, Wire, cycle_over, serve
 from segue.engine.request import Output, Request, SamplingParams
 from segue.kv.errors import (
     DeadlineExceeded,
@@ -107,14 +107,6 @@ def test_only_a_post_generates_and_what_is_allowed_is_said(shared: Running, meth
     assert len(backend.requests) == before
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_router_s_header_names_the_rank_at_each_endpoint(shared: Running, path: str) -> None:
-    backend: Any = shared.door.backend
-    for body in (BODIES[path], BODIES[path] | {"routed_dp_rank": 1}):
-        assert shared.post(path, body, headers={"X-Data-Parallel-Rank": "3"}).status_code == 200
-        assert backend.requests[-1].ranks.routed_dp_rank == 3
-
-
 def test_ready_is_both_somebody_there_and_proof_in_the_answer_and_in_the_metric(
     door: Running, backend: FakeBackend
 ) -> None:
@@ -183,19 +175,6 @@ def test_each_request_that_was_planned_is_recorded_with_how_it_ended(
     assert recorded("refused") == [], "nothing was to be run"
 
 
-def test_a_client_that_leaves_is_recorded_and_counted_as_one(door: Running, backend: FakeBackend) -> None:
-    backend.hang_at = 0
-    raw = raw_request(chat()).replace(b"host: x", b"host: x\r\nx-request-id: left")
-    with socket.create_connection(("127.0.0.1", door.port)) as sock:
-        sock.sendall(raw)
-        assert backend.reached.wait(DEADLINE_S)
-    asyncio.run_coroutine_threadsafe(door.door.idle(), door.loop).result(DEADLINE_S)
-    [record] = door.on_loop(lambda: door.door.records.find("left"))
-    assert (record.facts["status"], record.error.code.value) == (499, "ABORTED_BY_CLIENT")
-    outcome = {"endpoint": "chat", "outcome": "ABORTED_BY_CLIENT"}
-    assert door.metric("segue_requests_total", **outcome) == 1
-
-
 def test_a_span_of_our_own_is_what_all_samples_are_told_and_the_record_has_both(
     door: Running, backend: FakeBackend
 ) -> None:
@@ -223,7 +202,7 @@ def test_what_a_body_took_to_come_is_no_time_for_its_answer(shared: Running) -> 
 def test_a_drain_waits_for_every_request_and_not_for_the_first(door: Running, backend: FakeBackend) -> None:
     backend.hang_at = 0
     with socket.create_connection(("127.0.0.1", door.port)) as sock:
-        sock.sendall(raw_request(chat()))
+        sock.sendall(http_post(CHAT, chat()))
         assert backend.reached.wait(DEADLINE_S)
         waiting = asyncio.run_coroutine_threadsafe(door.door.idle(), door.loop)
         assert door.post(CHAT, chat(n=0)).status_code == 400

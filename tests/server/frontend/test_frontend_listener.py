@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 
 from segue.kv.errors import ConfigError
@@ -47,6 +47,8 @@ def test_what_a_client_is_told_until_there_is_an_application() -> None:
         door = listener_at()
         async with httpx.AsyncClient(base_url=door.url) as http:
             assert (await http.get("/health")).json() == {"status": "ok"}
+            for path in ("/", "/health"):  # a body would be the beginning of the next answer
+                assert (await http.head(path)).status_code == 200
             door.reason = "the frontend is waiting for its model"
             ready = await http.get("/ready")
             assert (ready.status_code, ready.headers["retry-after"]) == (503, "1")

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from frontend_rig import FakeBackend, Running, serve
 from msgspec.structs import replace
 
-from conftest import FakeBackend, Running, serve
 from segue.engine.request import Output, Request
 from segue.kv.errors import PeerLost
 from segue.kv.ids import Incarnation, LeaderId

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import FakeBackend, Running
+from frontend_rig import FakeBackend, Running
 
 
 def test_the_door_is_at_rest_only_when_nothing_runs(door: Running, backend: FakeBackend) -> None:

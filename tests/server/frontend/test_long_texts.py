@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from frontend_rig import CONTEXT, FakeBackend, Running, make_tokenizer, serve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from conftest import CONTEXT, FakeBackend, Running, make_tokenizer, serve
 from segue.kv.limits import Limits
-from segue.server.frontend.openai_types import ChatBody, CompletionBody
 from segue.server.frontend.params import ModelCard
 from segue.server.frontend.plan import Planner
 from segue.server.frontend.problems import BadParam
-from segue.server.frontend.request_memory import MAX_WEIGHT
+from segue.server.frontend.request_fields import ChatBody, CompletionBody
+from segue.server.frontend.request_memory import MIN_BUDGET, TOKEN_BYTES
 from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
 
 CARD = ModelCard("tiny", CONTEXT, 330)
@@ -211,12 +211,13 @@ def test_a_text_is_refused_if_and_only_if_it_has_too_many_tokens(
 
 def test_tokenize_gives_a_bounded_number_of_ids(backend: FakeBackend, tokenizer: ModelTokenizer) -> None:
     """It is asked how many tokens a text has, so its bound is not the context."""
-    text = "你" * (MAX_WEIGHT // 3 + 1)
+    most = MIN_BUDGET // 8 // TOKEN_BYTES
+    text = "你" * (most // 3 + 1)
     with serve(backend, tokenizer, limits=Limits(max_body_bytes=2**21, drain_s=2)) as door:
         for asked in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
             answer = door.post("/tokenize", asked)
             assert answer.status_code == 413
-            assert f"/tokenize gives at most {MAX_WEIGHT}" in answer.json()["error"]["message"]
+            assert f"/tokenize gives at most {most}" in answer.json()["error"]["message"]
         answer = door.post("/tokenize", {"prompt": NEAR * 8})
         assert answer.status_code == 200
         found = answer.json()

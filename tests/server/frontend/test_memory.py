@@ -18,39 +18,39 @@ from typing import Any
 
 import msgspec
 import pytest
+from frontend_rig import CONTEXT, DEADLINE_S, FakeBackend, Running, http_post, make_tokenizer, serve
 
-from conftest import DEADLINE_S, FakeBackend, Running, serve
 from segue.kv.limits import Limits
+from segue.server.frontend import app
 from segue.server.frontend import request_memory as memory
 from segue.server.frontend.answers import CompletionAnswer
 from segue.server.frontend.app import OpenAIServer
+from segue.server.frontend.body_reader import BODIES, read_body
 from segue.server.frontend.legs import legs_of
-from segue.server.frontend.native import NativeBody, NativeSampling, as_completion, native_plan, read_native
-from segue.server.frontend.openai_types import (
-    BodyReader,
-    ChatBody,
-    CompletionBody,
-    GenerateFields,
-    StreamOptions,
-)
+from segue.server.frontend.native import as_completion, native_plan, read_native
 from segue.server.frontend.params import MAX_KEPT_LOGPROBS, ModelCard
 from segue.server.frontend.plan import Planner
 from segue.server.frontend.problems import BadParam
-from segue.server.frontend.request_memory import MAX_WEIGHT
+from segue.server.frontend.request_fields import (
+    ChatBody,
+    CompletionBody,
+)
+from segue.server.frontend.responses_api import ResponsesAnswer
 from segue.server.frontend.tokenizer import ModelTokenizer
 
 CHAT = "/v1/chat/completions"
 MIB = 2**20
+MOST = 32 * MIB
 
 
-def waiting_posts(running: Running, backend: FakeBackend, raw: bytes, count: int, stack: ExitStack) -> None:
+def waiting_posts(
+    running: Running, backend: FakeBackend, raw: bytes, count: int, stack: ExitStack, path: str = CHAT
+) -> None:
     """So many requests of the body `raw`, which wait for their tokens until `stack` is left."""
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
     for _ in range(count):
         backend.reached.clear()
         client = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), DEADLINE_S))
-        client.sendall(head)
-        client.sendall(raw)
+        client.sendall(http_post(path, raw))
         assert backend.reached.wait(DEADLINE_S)
 
 
@@ -58,8 +58,7 @@ def waiting_posts(running: Running, backend: FakeBackend, raw: bytes, count: int
 def test_an_answer_that_its_client_does_not_read_counts_until_it_is_read_or_cut(
     tokenizer: ModelTokenizer, reads: str
 ) -> None:
-    raw = msgspec.json.encode({"prompt": "\u00e9" * 500_000})
-    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    asked = http_post("/tokenize", {"prompt": "\u00e9" * 410_000})
     limits = Limits(max_body_bytes=4 * MIB, drain_s=2)
     answered = threading.Event()
     with (
@@ -70,7 +69,7 @@ def test_an_answer_that_its_client_does_not_read_counts_until_it_is_read_or_cut(
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(DEADLINE_S)
         client.connect(("127.0.0.1", running.port))
-        client.sendall(head + raw)
+        client.sendall(asked)
         assert answered.wait(DEADLINE_S)
         assert running.on_loop(lambda: running.door.memory.used_bytes) > MIB
         got = 0
@@ -99,20 +98,111 @@ def body_of(nbytes: int, **more: Any) -> bytes:
     return msgspec.json.encode({"messages": hi, "user": "x" * nbytes, "metadata": "y" * nbytes, **more})
 
 
-def test_a_request_that_waits_keeps_neither_its_body_nor_what_was_decoded(tokenizer: ModelTokenizer) -> None:
-    backend = FakeBackend(tokenizer, hang_at=0)
+LONG = "x" * (MIB // 3)
+#: Bodies of MiBs; those of Responses have fields that each of its events repeats.
+LONG_BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "hi"}], "user": LONG, "metadata": LONG},
+    "messages": {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 9,
+        "metadata": {"user_id": LONG, "more": LONG},
+    },
+    "responses": {"input": "hi", "user": LONG, "metadata": {"more": LONG}},
+    "responses, nothing repeated": {"input": "hi", "include": [LONG, LONG]},
+}
+
+
+@pytest.mark.parametrize("hang_at", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", LONG_BODIES)
+def test_a_request_that_waits_keeps_no_more_than_it_counts(
+    api: str, stream: bool, hang_at: int, tokenizer: ModelTokenizer
+) -> None:
+    """Messages and Responses kept body and decoded fields to the end, uncounted; 40 of 8 MiB took 640 MiB.
+    Streams of Responses wait with two events that repeat fields, and that nobody reads."""
+    path = {"chat": CHAT, "messages": "/v1/messages"}.get(api, "/v1/responses")
+    backend, count = FakeBackend(tokenizer, hang_at=hang_at), 6
     with serve(backend, tokenizer) as running, ExitStack() as stack:
-        raw = body_of(MIB // 3)
-        waiting_posts(running, backend, raw, 1, stack)  # what is made once
+        raw = msgspec.json.encode(LONG_BODIES[api] | {"stream": stream})
+        waiting_posts(running, backend, raw, 1, stack, path)  # what is made once
+        before_used = running.on_loop(lambda: running.door.memory.used_bytes)
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
         before, _ = tracemalloc.get_traced_memory()
-        waiting_posts(running, backend, raw, 12, stack)
+        waiting_posts(running, backend, raw, count, stack, path)
         after, _ = tracemalloc.get_traced_memory()
-        used = running.on_loop(lambda: running.door.memory.used_bytes)
-        assert running.on_loop(lambda: running.door.calls) == 13
-    assert after - before < len(raw), "less than one of twelve bodies"
-    assert 0 < used < len(raw)
+        used = running.on_loop(lambda: running.door.memory.used_bytes) - before_used
+        assert running.on_loop(lambda: running.door.calls) == count + 1
+    assert after - before < used + len(raw) // 2
+    if api != "responses":
+        assert used < len(raw), "the body is gone"
+
+
+#: A template that shows the names of tools, and not their parameters.
+NAMES = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+PARAMETERS = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8000)}}
+TOOLS: dict[str, dict[str, Any]] = {
+    CHAT: {"tools": [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]},
+    "/v1/messages": {"max_tokens": 9, "tools": [{"name": "f", "input_schema": PARAMETERS}]},
+}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_tools_that_a_template_does_not_show_count_while_calls_are_read_with_them(path: str) -> None:
+    """They were held to the end, uncounted: eleven times the bytes of a body."""
+    tokenizer = ModelTokenizer(make_tokenizer(NAMES))
+    backend = FakeBackend(tokenizer, hang_at=0)
+    raw = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}]} | TOOLS[path])
+    with serve(backend, tokenizer) as running, ExitStack() as stack:
+        waiting_posts(running, backend, raw, 1, stack, path)  # what is made once
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        before_used = running.on_loop(lambda: running.door.memory.used_bytes)
+        before, _ = tracemalloc.get_traced_memory()
+        waiting_posts(running, backend, raw, 2, stack, path)
+        after, _ = tracemalloc.get_traced_memory()
+        used = running.on_loop(lambda: running.door.memory.used_bytes) - before_used
+    assert after - before < used + len(raw) // 2
+
+
+def test_events_that_a_client_does_not_read_count(tokenizer: ModelTokenizer) -> None:
+    body = {"input": "hi", "user": "x" * 6 * MIB, "stream": True}
+    backend = FakeBackend(tokenizer, endless=True)
+    limits = Limits(max_body_bytes=8 * MIB, drain_s=2)
+    with serve(backend, tokenizer, limits=limits) as running, ExitStack() as stack:
+        client = stack.enter_context(socket.socket())
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(DEADLINE_S)
+        client.connect(("127.0.0.1", running.port))
+        client.sendall(http_post("/v1/responses", body))
+        until = time.monotonic() + DEADLINE_S
+        # Its fields twice, and most of the two events that begin the stream.
+        while running.on_loop(lambda: running.door.memory.used_bytes) < 18 * MIB or not backend.requests:
+            assert time.monotonic() < until
+        client.close()
+        while running.on_loop(lambda: running.door.memory.used_bytes):
+            assert time.monotonic() < until
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_fields_that_a_response_repeats_are_encoded_in_a_thread(
+    stream: bool, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: list[str] = []
+    make = ResponsesAnswer.__init__
+
+    def noted(answer: ResponsesAnswer, *given: Any) -> None:
+        where.append(threading.current_thread().name)
+        make(answer, *given)
+
+    monkeypatch.setattr(ResponsesAnswer, "__init__", noted)
+    with serve(FakeBackend(tokenizer), tokenizer) as running:
+        raw = msgspec.json.encode(LONG_BODIES["responses"] | {"stream": stream})
+        assert running.post("/v1/responses", raw).text.count(LONG) == (6 if stream else 2)
+    assert [name.split("_")[0] for name in where] == ["tokenize"]
 
 
 def test_what_a_client_that_left_had_asked_of_a_thread_is_not_kept_in_its_queue(
@@ -183,8 +273,7 @@ def test_large_bodies_do_not_have_small_requests_refused(tokenizer: ModelTokeniz
         budget.limit_bytes = MIB
         sent = MIB - 4096  # of a body that never ends
         large = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), DEADLINE_S))
-        large.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {2 * MIB}\r\n\r\n".encode())
-        large.sendall(b" " * sent)
+        large.sendall(http_post(CHAT, b" " * sent, 2 * MIB))
         until = time.monotonic() + DEADLINE_S
         while budget.used_bytes < sent and not select.select([large], [], [], 0)[0]:
             assert time.monotonic() < until
@@ -211,40 +300,33 @@ def test_refused_bodies_are_let_go_without_the_garbage_collector(tokenizer: Mode
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"[]," * 70_000,
-        b'{"a":1},' * 70_000,
-        b"1," * (MAX_WEIGHT + 1),
-        b"1.5," * 120_000,
-        b"1e5," * 120_000,
-        b"{" + b'"k":1,' * 120_000 + b'"k":1},',
-    ],
-    ids=["lists", "objects", "numbers", "fractions", "exponents", "keys"],
+    [b"[]," * 150_000, b'{"a":1},' * 150_000, b"1," * 850_000, b"1.5," * 150_000, b"1e5," * 150_000],
+    ids=["lists", "objects", "numbers", "fractions", "exponents"],
 )
 def test_a_body_of_more_values_than_can_be_decoded_at_once_is_refused_undecoded(
     content: bytes, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serve(
-        FakeBackend(tokenizer), tokenizer, limits=Limits(max_body_bytes=4 * MIB, drain_s=2)
-    ) as running:
-        monkeypatch.setattr(BodyReader, "read", None)
+    limits = Limits(max_body_bytes=4 * MIB, drain_s=2)
+    with serve(FakeBackend(tokenizer), tokenizer, limits=limits) as running:
+        monkeypatch.setattr(app, "read_body", None)
         answer = running.post(CHAT, b'{"messages":[' + content + b"1]}")
         assert answer.status_code == 413
-        assert "too many values" in answer.json()["error"]["message"]
+        assert "when it is decoded" in answer.json()["error"]["message"]
         assert running.on_loop(lambda: running.door.memory.used_bytes) == 0
 
 
 def test_a_longer_context_may_have_more_values(tokenizer: ModelTokenizer) -> None:
-    raw = b"[" + b"1," * MAX_WEIGHT + b"[]]"
-    with pytest.raises(memory.RequestTooLarge):
-        memory.decoded_bytes(raw, MAX_WEIGHT)
-    assert memory.decoded_bytes(raw, 2 * MAX_WEIGHT) > len(raw)
+    raw, limits = body_of(0, stop_token_ids=[5] * 850_000), Limits(max_body_bytes=4 * MIB, drain_s=2)
+    for context_tokens, status in ((CONTEXT, 413), (200_000, 400)):
+        backend = FakeBackend(tokenizer, context_tokens=context_tokens)
+        with serve(backend, tokenizer, limits=limits) as running:
+            assert running.post(CHAT, raw).status_code == status
 
 
 def test_a_long_text_has_few_values() -> None:
     prose = "One sentence, as people write them, has few commas: and many letters e. " * 10_000
     raw = body_of(0, prompt=prose)
-    assert memory.decoded_bytes(raw, MAX_WEIGHT) > len(raw)
+    assert memory.decoded_bytes(raw, MOST) > len(raw)
 
 
 @pytest.mark.parametrize("text", ["plain", "\u00e9", "\u4f60", "\U0001f600"])
@@ -266,27 +348,20 @@ def test_what_decoding_takes_is_not_counted_as_less(text: str, escaped: bool) ->
         finally:
             tracemalloc.stop()
         assert made
-        assert memory.decoded_bytes(raw, MAX_WEIGHT) >= taken - 1000
+        assert memory.decoded_bytes(raw, MOST) >= taken - 1000
 
 
 def test_no_field_is_a_float_whose_slow_reading_anybody_could_ask_for() -> None:
     """msgspec needs a hundred times as long for 1.5e300 where a field is typed as a float."""
-    for kind in (
-        StreamOptions,
-        GenerateFields,
-        ChatBody,
-        CompletionBody,
-        NativeBody,
-        NativeSampling,
-    ):
-        assert "FloatType" not in repr(msgspec.inspect.type_info(kind)), kind
+    for body in BODIES.values():
+        assert "FloatType" not in repr(msgspec.inspect.type_info(body.kind)), body.kind
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999"])
 def test_a_number_that_is_none_is_refused_where_it_stands(number: str) -> None:
     chat = b'{"messages":[{"role":"user","content":%s}]}' % number.encode()
     with pytest.raises(BadParam, match=r"content|range"):
-        BodyReader().read(chat, ChatBody)
+        read_body(chat, ChatBody)
     with pytest.raises(BadParam, match="range"):
         read_native(b'{"text":"x","sampling_params":{"temperature":%s}}' % number.encode())
     with pytest.raises(BadParam, match="range"):
@@ -329,10 +404,10 @@ def test_more_log_probabilities_than_an_answer_keeps_are_refused_before_anything
     raw = body_of(1, logprobs=True, **more)
     card = ModelCard(name="tiny", context_tokens=512, vocab_size=330)
     if fits:
-        assert len(plan(BodyReader().read(raw, ChatBody), card, "id").samples) == 128
+        assert len(plan(read_body(raw, ChatBody), card, "id").samples) == 128
         return
     with pytest.raises(BadParam, match="lower n, max_tokens or the number of alternatives, or set stream"):
-        plan(BodyReader().read(raw, ChatBody), card, "id")
+        plan(read_body(raw, ChatBody), card, "id")
 
 
 @pytest.mark.parametrize("n", [1, 3, 128])
@@ -346,7 +421,7 @@ def test_who_names_no_number_of_tokens_gets_as_many_as_the_answer_may_keep(
 
     def most(**more: Any) -> int:
         raw = body_of(1, n=n, logprobs=True, top_logprobs=top, **more)
-        request = Planner(tokenizer).chat(BodyReader().read(raw, ChatBody), card, "id").samples[0].request
+        request = Planner(tokenizer).chat(read_body(raw, ChatBody), card, "id").samples[0].request
         assert request.sampling.max_tokens + len(request.prompt) <= context
         return request.sampling.max_tokens
 
@@ -359,8 +434,10 @@ def test_log_probabilities_of_prompts_come_at_once_and_are_bounded_in_streams_to
 ) -> None:
     body = CompletionBody(prompt=[[5] * 400] * 128, echo=True, logprobs=20, max_tokens=1, stream=True)
     card = ModelCard(name="tiny", context_tokens=512, vocab_size=330)
-    with pytest.raises(BadParam, match="1075200 log-probabilities"):
-        Planner(tokenizer).completion(body, card, "id")
+    for stream in (True, False):  # to stream would not help
+        asked = msgspec.structs.replace(body, stream=stream)
+        with pytest.raises(BadParam, match=r"log-probabilities .* or the number of alternatives$"):
+            Planner(tokenizer).completion(asked, card, "id")
 
 
 def test_sglang_s_streams_keep_what_they_have_said_and_are_bounded_as_whole_answers(
@@ -401,8 +478,7 @@ def test_the_samples_of_an_answer_repeat_a_bounded_part_of_their_prompts(
             assert not backend.requests
             return
         client = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), DEADLINE_S))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
-        client.sendall(head.encode() + raw)
+        client.sendall(http_post("/v1/completions", raw))
         assert backend.reached.wait(DEADLINE_S)
         used = running.on_loop(lambda: running.door.memory.used_bytes)
         assert used > (n * 60_000 if len(body) > 1 else 0), "what will be repeated counts"

@@ -8,14 +8,16 @@ import anthropic
 import msgspec
 import openai
 import pytest
+from frontend_rig import CONTEXT, FakeBackend, Running, make_tokenizer, serve
 from test_replies import THINKING
 from test_tool_calls import ASK, CALL, TOOLS
 
-from conftest import CONTEXT, FakeBackend, Running, make_tokenizer, serve
 from segue.kv.errors import OutOfCapacity
-from segue.server.frontend.messages_api import MessagesBody, chat_of_messages
+from segue.server.frontend.body_reader import read_body
+from segue.server.frontend.messages_api import chat_of_messages
 from segue.server.frontend.problems import BadParam
-from segue.server.frontend.responses_api import ResponsesBody, chat_of_responses
+from segue.server.frontend.request_fields import MessagesBody, ResponsesBody
+from segue.server.frontend.responses_api import chat_of_responses
 from segue.server.frontend.tokenizer import ModelTokenizer
 
 SAID = f"<think>\nIt is in France.\n</think>\n\nI ask. {CALL}\n{CALL}"
@@ -47,8 +49,8 @@ def claude(running: Running, key: str = "none") -> anthropic.Anthropic:
 
 def chat(kind: Any, body: dict[str, Any]) -> dict[str, Any]:
     read = chat_of_responses if kind is ResponsesBody else chat_of_messages
-    made = read(msgspec.convert(body, kind))  # type: ignore[operator]
-    return {k: v for k, v in msgspec.to_builtins(made).items() if v is not None}
+    made = read(read_body(msgspec.json.encode(body), kind))  # type: ignore[operator]
+    return {k: v for k, v in msgspec.to_builtins(made.chat).items() if v is not None}
 
 
 # ---- bodies -------------------------------------------------------------------------------------
@@ -82,17 +84,18 @@ def test_a_response_of_items_is_a_chat() -> None:
         "store": True,
     }
     made = chat(ResponsesBody, body)
-    system, user, said, *results, again, last = made["messages"]
-    assert system == {"role": "system", "content": "You help.\n\nBe brief."}
+    system, developer, user, said, *results, again, last = made["messages"]
+    assert system == {"role": "system", "content": "You help."}
+    assert developer == {"role": "developer", "content": ["Be brief."]}
     assert (again["reasoning_content"], again["tool_calls"][0]["id"]) == ("And?", "c3")
-    assert last == {"role": "user", "content": "And now?"}
+    assert last == {"role": "user", "content": ["And now?"]}
     assert made["parallel_tool_calls"] is False
-    assert user["content"] == [{"type": "input_text", "text": "weather?"}]
+    assert user["content"] == ["weather?"]
     assert said["reasoning_content"] == "Hm."
     assert [call["id"] for call in said["tool_calls"]] == ["c1", "c2"]
     assert [(r["role"], r["tool_call_id"], r["content"]) for r in results] == [
-        ("tool", "c1", "sun"),
-        ("tool", "c2", "rain"),
+        ("tool", "c1", ["sun"]),
+        ("tool", "c2", ["rain"]),
     ]
     assert made["tools"][0]["function"]["name"] == "weather"
     assert made["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
@@ -105,13 +108,18 @@ def test_a_response_of_items_is_a_chat() -> None:
     [
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": 5}]}, "input[0].output"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": [{"type": "mesage", "role": "user", "content": "hi"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        (
+            {"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "custom"}]}]},
+            "tools[0].tools[0].name",
+        ),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
         ({"input": [{"role": "system"}]}, "input[0].content"),
         ({"truncation": "auto"}, "truncation"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
     ],
 )
@@ -119,14 +127,6 @@ def test_a_response_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], par
     with pytest.raises(BadParam) as caught:
         chat(ResponsesBody, {"input": "hi"} | wrong)
     assert caught.value.param == param
-
-
-def test_the_first_system_items_of_a_response_are_one_message() -> None:
-    parts = [{"type": "input_text", "text": "Be brief."}]
-    items = [{"role": "developer", "content": parts}, {"role": "system", "content": "You help."}, *ASK]
-    system, *rest = chat(ResponsesBody, {"input": items})["messages"]
-    assert system == {"role": "system", "content": "Be brief.\n\nYou help."}
-    assert rest == ASK
 
 
 def test_messages_of_blocks_are_a_chat() -> None:
@@ -168,7 +168,7 @@ def test_messages_of_blocks_are_a_chat() -> None:
     }
     made = chat(MessagesBody, body)
     system, _, said, result, user = made["messages"]
-    assert system == {"role": "system", "content": "You help.\nBe brief."}
+    assert system == {"role": "system", "content": ["You help.", "Be brief."]}
     assert made["response_format"]["json_schema"]["schema"] == SCHEMA
     assert made["reasoning_effort"] == "low"
     omitted = {"thinking": {"type": "enabled", "display": "omitted"}}
@@ -176,10 +176,10 @@ def test_messages_of_blocks_are_a_chat() -> None:
         True,
         False,
     )
-    assert (said["content"], said["reasoning_content"]) == ("I ask.", "Hm.")
-    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
-    assert result == {"role": "tool", "tool_call_id": "t1", "content": "sun"}
-    assert user == {"role": "user", "content": "And now?"}
+    assert (said["content"], said["reasoning_content"]) == (["I ask."], "Hm.")
+    assert said["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+    assert result == {"role": "tool", "tool_call_id": "t1", "content": ["sun"]}
+    assert user == {"role": "user", "content": ["And now?"]}
     assert (made["stop"], made["tool_choice"], made["parallel_tool_calls"]) == (["END"], "required", False)
     assert made["chat_template_kwargs"] == {"enable_thinking": True}
     assert (made["user"], made["continue_final_message"]) == ("u", False)
@@ -200,7 +200,15 @@ def test_messages_of_blocks_are_a_chat() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"system": [{"type": "image"}]}, "system[0]"),
-        ({"tools": [{"name": "bash", "type": "bash_20250124"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}
+                ]
+            },
+            "messages[0].content[0].content[0]",
+        ),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
     ],
@@ -211,7 +219,196 @@ def test_messages_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], para
     assert caught.value.param == param
 
 
+# ---- bodies of agents ---------------------------------------------------------------------------
+
+PATCH: Any = {
+    "type": "custom",
+    "name": "patch",
+    "description": "d",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"},
+}
+NAMESPACE: Any = {"type": "namespace", "name": "mcp__x", "tools": RESPONSE_TOOLS}
+TWO: Any = [*RESPONSE_TOOLS, {**RESPONSE_TOOLS[0], "name": "other"}]
+#: Additions to a short body: the names that the answer lists, texts of the prompt, texts that are not in it.
+CODEX: list[tuple[dict[str, Any], str, list[str], list[str]]] = [
+    (
+        {"tools": [*RESPONSE_TOOLS, {"type": "web_search", "external_web_access": False}]},
+        "tools.web_search",
+        [],
+        [],
+    ),
+    (
+        {"tools": [{"type": "local_shell"}, {"type": "image_generation"}]},
+        "tools.local_shell",
+        [],
+        ["local_shell"],
+    ),
+    (
+        {"tools": [{"type": "tool_search", "execution": "client", "parameters": {}}]},
+        "tools.tool_search",
+        [],
+        [],
+    ),
+    ({"tools": [PATCH]}, "", ['"name": "patch"', "start: /a+/", '"input"'], []),
+    ({"tools": [NAMESPACE]}, "", ['"name": "mcp__x__weather"'], []),
+    ({"text": {"verbosity": "low"}, "context_management": [{"type": "compaction"}]}, "", [], []),
+    ({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning.effort", [], []),
+    (
+        {"tools": TWO, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TWO[1]]}},
+        "",
+        ['"name": "other"'],
+        ['"name": "weather"'],
+    ),
+    (
+        {
+            "input": [
+                {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"},
+                {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"},
+                {"type": "local_shell_call", "call_id": "d", "action": {"type": "exec", "command": ["ls"]}},
+                {"type": "local_shell_call_output", "call_id": "d", "output": "files"},
+                {
+                    "type": "function_call",
+                    "call_id": "e",
+                    "namespace": "mcp__x",
+                    "name": "weather",
+                    "arguments": "",
+                },
+                {"type": "function_call_output", "call_id": "e", "output": {"temp": 5}},
+                {"role": "assistant", "content": None},
+                {"role": "user", "content": ""},
+                {"type": "web_search_call", "id": "w", "action": {"query": "x"}},
+                {"type": "compaction", "encrypted_content": "secret"},
+                {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "secret"},
+                *ASK,
+            ]
+        },
+        "input.web_search_call, input.compaction",
+        ['"patch"', "*** Begin", "ok", '"local_shell"', '"ls"', "files", '"mcp__x__weather"', '{"temp": 5}'],
+        ["secret"],
+    ),
+]
+SEARCHED: Any = [
+    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "sun"}},
+    {
+        "type": "web_search_tool_result",
+        "tool_use_id": "s",
+        "content": [{"type": "web_search_result", "url": "http://x", "encrypted_content": "secret"}],
+    },
+    {"type": "text", "text": "It shines."},
+]
+CLAUDE_CODE: list[tuple[dict[str, Any], str, list[str], list[str]]] = [
+    (
+        {"tools": [*MESSAGE_TOOLS, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]},
+        "tools.web_search_20250305",
+        ['"name": "weather"'],
+        ["web_search"],
+    ),
+    ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "x"}]}, "tools.mcp_toolset", [], []),
+    ({"output_config": {"effort": "high"}}, "output_config.effort", [], []),
+    ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, "", [], []),
+    (
+        {"messages": [*ASK, {"role": "assistant", "content": SEARCHED}, *ASK]},
+        "",
+        ["server_tool_use", "http://x", "It shines."],
+        ["secret"],
+    ),
+    (
+        {
+            "messages": [
+                *ASK,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "t",
+                            "content": [{"type": "tool_reference", "tool_name": "weather"}],
+                        }
+                    ],
+                },
+                {"role": "system", "content": "A reminder."},
+            ]
+        },
+        "",
+        ['{"type": "tool_reference", "tool_name": "weather"}', "A reminder."],
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "named", "shown", "hidden"),
+    [("/v1/responses", *row) for row in CODEX] + [("/v1/messages", *row) for row in CLAUDE_CODE],
+)
+def test_bodies_of_agents_are_answered_and_what_has_no_meaning_is_named(
+    door: Running,
+    backend: FakeBackend,
+    path: str,
+    change: dict[str, Any],
+    named: str,
+    shown: list[str],
+    hidden: list[str],
+) -> None:
+    short = {"input": "hi", "messages": ASK, "max_tokens": 5}
+    names = ("messages", "max_tokens") if path.endswith("messages") else ("input",)
+    answer = door.post(path, {name: short[name] for name in names} | change)
+    assert answer.status_code == 200, answer.text
+    assert named in answer.headers.get("x-segue-unknown-fields", "")
+    prompt = door.door.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
+    for text in shown:
+        assert text in prompt
+    for text in hidden:
+        assert text not in prompt
+
+
 # ---- Responses ----------------------------------------------------------------------------------
+
+
+def test_calls_of_custom_tools_and_of_namespaces_come_back_as_such(
+    door: Running, backend: FakeBackend
+) -> None:
+    """With the real client, whole and streamed; and their items may be sent again."""
+    backend.context_tokens = 2000
+    backend.text = (
+        '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin\\n"}}</tool_call>'
+        '<tool_call>{"name": "mcp__x__weather", "arguments": {"city": "Paris"}}</tool_call>'
+    )
+    client = door.openai()
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [{**PATCH, "format": None}, NAMESPACE]}
+    custom, function = client.responses.create(**asked).output
+    assert custom.type == "custom_tool_call"
+    assert (custom.name, custom.input) == ("patch", "*** Begin\n")
+    assert function.type == "function_call"
+    assert (function.name, function.namespace, json.loads(function.arguments)) == (
+        "weather",
+        "mcp__x",
+        {"city": "Paris"},
+    )
+    events = list(client.responses.create(**asked, stream=True))
+    added, done = (
+        [e.item for e in events if e.type == f"response.output_item.{step}"] for step in ("added", "done")
+    )
+    assert [item.type for item in added] == ["custom_tool_call", "function_call"]
+    assert [getattr(item, name) for item, name in zip(added, ("input", "arguments"), strict=True)] == ["", ""]
+    [delta] = [e for e in events if e.type == "response.custom_tool_call_input.delta"]
+    [whole] = [e for e in events if e.type == "response.custom_tool_call_input.done"]
+    assert delta.delta == whole.input == done[0].input == "*** Begin\n"
+    assert delta.item_id == whole.item_id == done[0].id
+    items = [item.model_dump(exclude_none=True) for item in done]
+    results = [{"type": f"{i['type']}_output", "call_id": i["call_id"], "output": "ok"} for i in items]
+    assert client.responses.create(model="tiny", input=[*ASK, *items, *results]).status == "completed"
+
+
+@pytest.mark.parametrize("arguments", ['{"input": 5}', '"text"', '{"input": "cut'])
+def test_a_call_of_a_custom_tool_whose_arguments_are_another_has_them_as_its_text(
+    door: Running, backend: FakeBackend, arguments: str
+) -> None:
+    backend.text = arguments
+    choice = {"type": "custom", "name": "patch"}
+    answer = door.post("/v1/responses", {"input": "hi", "tools": [PATCH], "tool_choice": choice})
+    [item] = answer.json()["output"]
+    assert (item["type"], item["input"]) == ("custom_tool_call", arguments)
 
 
 def test_a_response_has_reasoning_text_and_calls_and_its_stream_the_same(running: Running) -> None:
@@ -280,13 +477,6 @@ def test_a_stream_of_a_response_that_fails_ends_with_the_reason(
     spoken.error_at = 0
     with pytest.raises(openai.RateLimitError):
         running.openai().responses.create(model="tiny", input="hi", stream=True)
-
-
-@pytest.mark.parametrize("field", [{"previous_response_id": "resp_1"}, {"background": True}])
-def test_what_needs_a_memory_is_refused(running: Running, field: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        running.openai().responses.create(model="tiny", input="hi", **field)
-    assert caught.value.param == next(iter(field))
 
 
 # ---- Messages -----------------------------------------------------------------------------------
@@ -409,6 +599,13 @@ def test_errors_call_a_field_as_its_api_does(
     assert not any(
         other in error["message"] for other in ("max_completion_tokens", "response_format", "messages[")
     )
+
+
+def test_only_a_reference_is_told_to_be_sent_as_the_items_themselves(running: Running) -> None:
+    items = [{"type": "item_reference", "id": "x"}, {"type": "web_search_call", "id": "x"}]
+    asked = [{"input": [{"role": "user", "content": "hi"}, item]} for item in items]
+    said = [running.post("/v1/responses", body).text for body in asked]
+    assert ["send the items themselves" in text for text in said] == [True, False]
 
 
 def test_more_tokens_than_fit_are_those_that_fit_in_messages(running: Running, spoken: FakeBackend) -> None:

@@ -8,30 +8,27 @@ from typing import Any
 
 import msgspec
 import pytest
+from frontend_rig import CHATML, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from conftest import CHATML, make_tokenizer
-from segue.engine.request import Output, Request, SamplingParams
-from segue.kv.ids import FinishReason
-from segue.server.frontend.chat import MAX_MESSAGES, MAX_TOOLS, check_messages
+from segue.engine.request import FinishReason, Output, Request, SamplingParams
+from segue.server.frontend.body_reader import USED_FIELDS, read_body
+from segue.server.frontend.chat import MAX_TOOLS
 from segue.server.frontend.generate import Sample
-from segue.server.frontend.native import NativeSampling, as_completion, native_plan, read_native
-from segue.server.frontend.openai_types import BodyReader, ChatBody, CompletionBody
+from segue.server.frontend.native import as_completion, native_plan, read_native
 from segue.server.frontend.params import (
     MAX_GRAMMAR_CHARS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_SAMPLES,
     MAX_STOP_CHARS,
-    MAX_STOP_IDS,
     MAX_STOPS,
     ModelCard,
     header_rank,
     waiting_order,
 )
+from segue.server.frontend.past_messages import MAX_MESSAGES, checked
 from segue.server.frontend.plan import Plan, Planner
-from segue.server.frontend.problems import BadParam
+from segue.server.frontend.problems import BadParam, renamed
 from segue.server.frontend.reply_parts import ReplyParser, ToolCall
+from segue.server.frontend.request_fields import MAX_LOGPROBS, MAX_SAMPLES, BodyPart, ChatBody, CompletionBody
 from segue.server.frontend.tokenizer import ModelTokenizer
 
 VOCAB = 2000
@@ -49,7 +46,7 @@ def planned(tokenizer: ModelTokenizer, body: dict[str, Any]) -> Plan:
     kind: Any = ChatBody if "messages" in body else CompletionBody
     planner = Planner(tokenizer, today=lambda: 0)
     make: Any = planner.chat if kind is ChatBody else planner.completion
-    plan: Plan = make(BodyReader().read(json.dumps(body).encode(), kind), CARD, "id")
+    plan: Plan = make(read_body(json.dumps(body).encode(), kind), CARD, "id")
     return plan
 
 
@@ -78,17 +75,17 @@ def sampled(tokenizer: ModelTokenizer, body: dict[str, Any]) -> SamplingParams:
         ("n", 1, MAX_SAMPLES, [0, MAX_SAMPLES + 1]),
         ("stop", ["a"], ["a"] * MAX_STOPS, [["a"] * (MAX_STOPS + 1), "", ["a", ""]]),
         ("stop", "a", "a" * MAX_STOP_CHARS, ["a" * (MAX_STOP_CHARS + 1)]),
-        ("stop_token_ids", [0], [VOCAB - 1] * MAX_STOP_IDS, [[VOCAB], [-1], [1] * (MAX_STOP_IDS + 1)]),
+        ("stop_token_ids", [0], [VOCAB - 1] * 128, [[VOCAB], [-1], [1] * (128 + 1)]),
         (
             "logit_bias",
             {"0": -100},
-            {str(i + VOCAB - MAX_LOGIT_BIAS): 100 for i in range(MAX_LOGIT_BIAS)},
+            {str(i + VOCAB - 1024): 100 for i in range(1024)},
             [
                 {"-1": 1},
                 {str(VOCAB): 1},
                 {"1": 101},
                 {"1": -101},
-                {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)},
+                {str(i): 1 for i in range(1024 + 1)},
             ],
         ),
         ("guided_regex", "a", "a" * MAX_GRAMMAR_CHARS, ["a" * (MAX_GRAMMAR_CHARS + 1)]),
@@ -127,9 +124,9 @@ def test_prompts_samples_messages_tools_and_alternatives_are_bounded(tokenizer: 
         with pytest.raises(BadParam, match=f"at most {MAX_SAMPLES}"):
             requests(tokenizer, body)
     message = {"role": "user", "content": ""}
-    assert len(check_messages([message] * MAX_MESSAGES)) == MAX_MESSAGES
+    assert len(checked([message] * MAX_MESSAGES)) == MAX_MESSAGES
     with pytest.raises(BadParam, match="messages: at most"):
-        check_messages([message] * (MAX_MESSAGES + 1))
+        checked([message] * (MAX_MESSAGES + 1))
     with pytest.raises(BadParam, match="tools: at most"):
         requests(tokenizer, CHAT | {"tools": [tool("f")] * (MAX_TOOLS + 1), "tool_choice": "none"})
     assert requests(tokenizer, CHAT | {"tools": [tool("f")] * MAX_TOOLS, "tool_choice": "none"})
@@ -187,6 +184,10 @@ def test_which_log_probabilities_are_computed(
     ("extra", "kind", "text"),
     [
         ({"response_format": {"type": "text"}}, None, None),
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a.b", "c"]}, "regex", r"(a\.b)|(c)"),
+        ({"structured_outputs": {"grammar": "start: A"}}, "lark", "start: A"),
         ({"guided_grammar": "start: A"}, "lark", "start: A"),
         ({"structured_outputs": {"json": {"type": "integer"}}}, "json_schema", '{"type": "integer"}'),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
@@ -275,8 +276,8 @@ def test_users_are_told_apart_and_not_shown_and_a_priority_has_32_bits() -> None
     for priority in (-(2**31), 2**31 - 1):
         assert waiting_order(CompletionBody(prompt="x", priority=priority), "", trusted=True)[0] == priority
     for priority in (-(2**31) - 1, 2**31):
-        with pytest.raises(BadParam):
-            waiting_order(CompletionBody(prompt="x", priority=priority), "", trusted=False)
+        with pytest.raises(BadParam, match=r"^priority: from -2147483648 to 2147483647, not "):
+            read_body(json.dumps(TEXT | {"priority": priority}).encode(), CompletionBody)
 
 
 # ---- SGLang's own endpoint ---------------------------------------------------------------------------
@@ -305,11 +306,65 @@ NATIVE: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("body", [{"text": []}, {"input_ids": []}, {"input_ids": [[]]}])
-def test_a_native_body_without_prompts_is_refused_as_that(tokenizer: ModelTokenizer, body: Any) -> None:
-    asked = read_native(json.dumps(body).encode())
-    with pytest.raises(BadParam, match="prompt"):
+SCORED = {"text": "a", "return_logprob": True}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"text": []}, "text", "text: the prompt is empty"),
+        ({"input_ids": []}, "input_ids", "input_ids: the prompt is empty"),
+        ({"input_ids": [[]]}, "input_ids", "input_ids: the prompt is empty"),
+        (
+            {"text": "a", "sampling_params": {"max_new_tokens": -1}},
+            "max_new_tokens",
+            "max_new_tokens: at lea",
+        ),
+        (
+            {"text": "a", "sampling_params": {"max_new_tokens": 10**6}},
+            "max_new_tokens",
+            "the model's context",
+        ),
+        (
+            {"text": "a", "sampling_params": {"min_new_tokens": -1}},
+            "min_new_tokens",
+            "^min_new_tokens: at least 0, not -1",
+        ),
+        (SCORED | {"top_logprobs_num": 21}, "top_logprobs_num", "top_logprobs_num: from 0 to 20"),
+        (SCORED | {"top_logprobs_num": -1}, "top_logprobs_num", "from 0 to 20, not -1"),
+        (SCORED | {"top_logprobs_num": [1, 2]}, "top_logprobs_num", "one for each of 1 prompts, not 2"),
+        (SCORED | {"text": ["a", "b"], "logprob_start_len": [0]}, "logprob_start_len", "each of 2 prompts"),
+        (
+            SCORED | {"logprob_start_len": 1},
+            "logprob_start_len",
+            "at most 0 with a prompt of 1 tokens, not 1",
+        ),
+        (SCORED | {"logprob_start_len": -2}, "logprob_start_len", "at least -1, not -2"),
+        (SCORED | {"token_ids_logprob": [1]}, "token_ids_logprob", "not supported"),
+        (
+            SCORED | {"top_logprobs_num": 20, "sampling_params": {"n": 128, "max_new_tokens": 400}},
+            "top_logprobs_num",
+            "lower n, max_new_tokens or the number of alternatives$",  # its streams keep them, too
+        ),
+    ],
+)
+def test_what_generate_refuses_is_named_as_its_clients_name_it(
+    tokenizer: ModelTokenizer, body: Any, param: str, words: str
+) -> None:
+    def planned() -> None:
+        asked = read_native(json.dumps(body).encode())
         native_plan(Planner(tokenizer), asked, as_completion(asked), CARD, "id")
+
+    with pytest.raises(BadParam, match=words) as caught:
+        planned()
+    assert caught.value.param == param
+
+
+def test_an_error_names_all_fields_as_the_asked_api_does() -> None:
+    error = BadParam("logprobs: too many; lower n or max_tokens, of max_tokens", "logprobs", "code")
+    other = renamed(error, {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"})
+    assert other.info.text == "top_logprobs: too many; lower n or max_output_tokens, of max_output_tokens"
+    assert (other.param, other.openai_code) == ("top_logprobs", "code")
 
 
 def native(**body: Any) -> CompletionBody:
@@ -327,25 +382,30 @@ def test_each_of_sglang_s_sampling_parameters_is_openai_s_of_another_name(name: 
     changed = {
         field for field in CompletionBody.__struct_fields__ if getattr(plain, field) != getattr(asked, field)
     }
-    assert changed == {other}
+    assert changed - ({"echo"} if asked.max_tokens == 0 else set()) == {other}
     assert getattr(asked, other) == expected
 
 
 def test_the_table_has_all_of_them_and_the_rest_of_the_body_is_passed_on() -> None:
-    assert set(NATIVE) == set(NativeSampling.__struct_fields__)
+    assert set(NATIVE) == {
+        row.names[BodyPart.SAMPLING_PARAMS] for row in USED_FIELDS if BodyPart.SAMPLING_PARAMS in row.names
+    }
     assert (native().max_tokens, native(sampling_params={"max_new_tokens": 0}).max_tokens) == (128, 0)
     for name in ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"):
         assert getattr(native(**{name: 3}), name) == 3
     for asked, top, expected in (
         (True, None, 0),
         (True, 4, 4),
-        ([False, True], [1, 5], 5),
+        ([True], [5], 5),
         ([False], [5], None),
-        (True, [], 0),
         (None, 4, None),
         (False, 4, None),
     ):
         assert native(return_logprob=asked, top_logprobs_num=top).logprobs == expected
+    two = {"text": ["a", "b"], "return_logprob": [False, True], "top_logprobs_num": [5, 1]}
+    assert (native(**two).logprobs, native(**two).echo) == (1, False)
+    assert native(**two, logprob_start_len=[0, -1]).echo is False, "nothing of the first is shown"
+    assert native(**two, logprob_start_len=0).echo
     assert native(stream=True).stream
 
 
@@ -496,37 +556,6 @@ def test_a_prompt_is_repeated_as_it_was_sent_and_of_token_ids_as_their_text(
     for prompt in (ids, [ids]):
         answer = planned(tokenizer, {"prompt": prompt, "echo": True, "max_tokens": 0}).answer.whole()
         assert [choice["text"] for choice in answer["choices"]] == ["the<|im_end|>"]
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        (
-            {"content": ["a", {"type": "input_text", "text": "b"}, {"type": "output_text", "text": "c"}]},
-            "abc",
-        ),
-        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
-        ({"role": "assistant"}, ""),
-        ({"role": "user", "tool_calls": [{"function": {"name": "f"}}]}, ""),
-    ],
-)
-def test_each_form_of_a_content_is_text(message: dict[str, Any], expected: str) -> None:
-    [out] = check_messages([{"role": "user", **message}])
-    assert out["content"] == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [('{"a": 1}', {"a": 1}), ("", {}), ("not JSON", "not JSON"), ({"a": 1}, {"a": 1})],
-)
-def test_arguments_of_past_calls_are_objects_where_they_can_be(arguments: Any, expected: Any) -> None:
-    call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
-    [out] = check_messages([{"role": "assistant", "tool_calls": [call]}])
-    assert out["tool_calls"] == [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": expected}}
-    ]
-    assert call["function"]["arguments"] == arguments, "what the client sent is not changed"
-    assert "tool_calls" not in check_messages([{"role": "user", "content": "", "tool_calls": None}])[0]
 
 
 def test_a_plan_is_one_to_the_next_and_shares_no_list(tokenizer: ModelTokenizer) -> None:

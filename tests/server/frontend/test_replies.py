@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from frontend_rig import CHATML, FakeBackend, Running, make_tokenizer, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tool_calls import ASK, CALL, TOOLS
 
-from conftest import CHATML, FakeBackend, Running, make_tokenizer, serve
 from segue.engine.request import Reasoning
-from segue.server.frontend.call_bodies import properties_of, python_calls, xml_calls
+from segue.server.frontend.call_families import family_of
 from segue.server.frontend.chat import ChatPrompt, ReplyForm, ToolUse
 from segue.server.frontend.reply_parts import Part, ReplyParser, Thought, ToolCall
 from segue.server.frontend.response_template import ResponseForm
@@ -52,22 +52,13 @@ XML = (
 )
 TYPED = {"days": 3, "city": "Paris\nFrance", "near": [1], "warm": True}
 
-TEMPLATES = [
-    "<think></think><tool_call>",
-    "[THINK][/THINK][TOOL_CALLS]",
-    "<think></think><|python_tag|>",
-    "<think></think>[func_name1(",
-    "<|tool_call_start|>",
-    "<think></think><｜tool▁calls▁begin｜>",
-    "</think>",
-]
-
 
 def parser(
     template: str | None, prompt: str = "", *, response: bool = False, tools: bool = True
 ) -> ReplyParser:
     use = ToolUse(SHOWN if tools else None)
-    form = ReplyForm(ChatPrompt(prompt, []), use, template, ResponseForm(RESPONSE) if response else None)
+    own = ResponseForm(RESPONSE) if response else None
+    form = ReplyForm(ChatPrompt(prompt, []), use, template, family_of(template), own)
     made = form.make()
     assert made is not None
     return made
@@ -117,18 +108,17 @@ FRAGMENTS = st.sampled_from(
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
-    form=st.sampled_from([*TEMPLATES, "response"]),
     begun=st.booleans(),
     text=st.lists(FRAGMENTS, max_size=12).map("".join),
     data=st.data(),
 )
 def test_the_parts_do_not_depend_on_where_the_text_is_cut(
-    form: str, begun: bool, text: str, data: st.DataObject
+    begun: bool, text: str, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     prompt = HEAD + ("<think>\n" if begun else "")
-    made = [parser(form, prompt, response=form == "response") for _ in range(3)]
+    made = [parser(None, prompt, response=True) for _ in range(3)]
     whole = read(made[0], [text])
     assert read(made[1], pieces) == whole
     assert read(made[2], list(text)) == whole
@@ -160,6 +150,27 @@ def test_reasoning_and_calls(prompt: str, text: str, expected: Any, response: bo
         assert json.loads(arguments) == (TYPED if not text.endswith("nonsense") else {})
 
 
+@pytest.mark.parametrize(
+    ("said", "thoughts", "argument"),
+    [
+        (f"<think>I ask.\n{XML}", "I ask.", TYPED),
+        (f"<think>I ask.\n{XML}\n</think>", "I ask.", TYPED),
+        (
+            XML.replace("France", "</parameter> </tool_call>"),
+            "",
+            TYPED | {"city": "Paris\n</parameter> </tool_call>"},
+        ),
+        (XML.replace("\nFrance\n</parameter>", ""), "", TYPED | {"city": "Paris"}),
+    ],
+)
+def test_a_response_template_of_a_known_family_has_its_calls_read_as_tolerantly(
+    said: str, thoughts: str, argument: dict[str, Any]
+) -> None:
+    for pieces in ([said], list(said)):
+        found = read(parser(None, HEAD, response=True), pieces)
+        assert (found[0], [(name, json.loads(a)) for name, a in found[2]]) == (thoughts, [("f", argument)])
+
+
 def test_a_model_that_writes_about_the_marks_writes_text() -> None:
     text = "Write <think> first, then </think>."
     assert read(parser("</think>"), [text]) == ("", text, [])
@@ -169,34 +180,6 @@ def test_calls_are_text_where_no_tools_were_given() -> None:
     for response in (False, True):
         made = parser("</think><tool_call>", HEAD, response=response, tools=False)
         assert read(made, ["So: ", XML])[1].split() == ["So:", *XML.split()]
-
-
-def test_calls_in_python_are_literals_and_nothing_is_run() -> None:
-    (call, other) = python_calls("""[a.f(x=1, y=-2.5, z=['é', true, None], w={'k': "v"}), g()]""")
-    assert call.name == "a.f"
-    assert json.loads(call.arguments) == {"x": 1, "y": -2.5, "z": ["é", True, None], "w": {"k": "v"}}
-    assert (other.name, other.arguments) == ("g", "{}")
-    for text in (
-        "[f(1)]",
-        "[f(x=g())]",
-        "f(**{})",
-        "[]",
-        "f",
-        "[f(x=1e999)]",
-        "[f(x=b'')]",
-        "(" * 5000,
-        "f(x='\\d",
-    ):
-        assert python_calls(text) == [], text
-    assert json.loads(python_calls(r"f(x='\d')")[0].arguments) == {"x": r"\d"}
-    assert python_calls("[" + ", ".join(["f()"] * 300) + "]") == []
-
-
-def test_a_value_in_xml_has_the_type_of_its_schema() -> None:
-    (call,) = xml_calls(XML.removeprefix("<tool_call>").removesuffix("</tool_call>"), properties_of(SHOWN))
-    assert json.loads(call.arguments) == TYPED
-    (call,) = xml_calls("<function=f><parameter=days>soon</parameter></function>", properties_of(SHOWN))
-    assert json.loads(call.arguments) == {"days": "soon"}, "what is not of the type stays text"
 
 
 @pytest.mark.slow
@@ -277,7 +260,7 @@ def test_a_value_in_xml_that_its_schema_does_not_take_stays_text(
         {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": kind}}}}}
     ]
     form = ResponseForm(RESPONSE) if response else None
-    made = ReplyForm(ChatPrompt(HEAD, []), ToolUse(tools), "<tool_call>", form).make()
+    made = ReplyForm(ChatPrompt(HEAD, []), ToolUse(tools), None, family_of("<tool_call>"), form).make()
     assert made is not None
     said = f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>"
     assert read(made, [said])[2] == [("f", json.dumps({"a": value}))]
@@ -347,7 +330,7 @@ def test_reasoning_that_max_tokens_cuts_is_no_text(thinker: ModelTokenizer) -> N
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 12}
 
 
-def test_an_effort_reaches_the_template_or_is_refused(
+def test_an_effort_reaches_the_template_or_is_named(
     thinker: ModelTokenizer, tokenizer: ModelTokenizer
 ) -> None:
     body: dict[str, Any] = {"messages": ASK, "max_tokens": 2}
@@ -358,9 +341,9 @@ def test_an_effort_reaches_the_template_or_is_refused(
         wrong = running.post("/v1/chat/completions", body | {"reasoning_effort": "much"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "reasoning_effort")
     with serve(FakeBackend(tokenizer), tokenizer) as running:
-        for effort, status in (("none", 200), ("medium", 200), ("low", 400), (None, 200)):
+        for effort, named in (("none", None), ("medium", None), ("low", "reasoning_effort"), (None, None)):
             answer = running.post("/v1/chat/completions", body | {"reasoning_effort": effort})
-            assert answer.status_code == status, effort
+            assert (answer.status_code, answer.headers.get("x-segue-unknown-fields")) == (200, named), effort
     switched = ModelTokenizer(make_tokenizer(CHATML + "{{ enable_thinking }}"))
     backend = FakeBackend(switched)
     with serve(backend, switched) as running:

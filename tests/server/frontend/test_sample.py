@@ -7,9 +7,7 @@ from typing import cast
 
 import pytest
 
-from segue.engine.request import Output, Request, SamplingParams, Usage
-from segue.kv.ids import FinishReason
-from segue.kv.protocol.messages import TokenLogprob
+from segue.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob, Usage
 from segue.server.frontend.generate import Meter, Sample
 from segue.server.frontend.params import Text
 from segue.server.frontend.tokenizer import ModelTokenizer
@@ -82,7 +80,7 @@ def test_a_sample_leaves_the_gauge_that_it_is_counted_in_and_only_a_complete_one
     meter = Meter(metrics, lambda: 5.0, 1.0, ("chat", "segue", "m"))
     meter.enter()
     if begun:
-        meter.first(sample)
+        meter.arrived(sample, 1, None)
     meter.end(sample, complete=complete)
     value = metrics.registry.get_sample_value
     assert value("segue_generations_running") == value("segue_generations_waiting") == 0
@@ -97,7 +95,7 @@ def test_times_of_an_inference_are_from_the_request_to_its_first_token_and_of_ea
     clock = iter((3.0, 9.0))
     meter = Meter(metrics, clock.__next__, 1.0, ("chat", "segue", "m"))
     meter.enter()
-    meter.first(sample)
+    meter.arrived(sample, 1, None)
     sample.tokens = tokens
     meter.end(sample, complete=True)
     names = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")

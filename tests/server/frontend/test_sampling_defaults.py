@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 from fleet_rig import FakeRegistry, Leader
+from frontend_rig import FakeBackend, serve
 from test_server import frontend_of
 
-from conftest import FakeBackend, serve
 from segue.engine.request import SamplingParams
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
@@ -123,7 +123,7 @@ def test_what_a_model_says(content: object, expected: SamplingDefaults, tmp_path
         ({"temperature": -1}, "temperature"),
         ({"temperature": True}, "temperature"),
         ('{"temperature": NaN}', "temperature"),
-        ({"top_p": 0}, "top_p must be a number above 0 to 1"),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1"),
         ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_p": [0.1]}, "min_p"),

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 from fleet_rig import SECRET, FakeRegistry, Leader
+from frontend_rig import CONTEXT
 
-from conftest import CONTEXT
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
 from segue.server.fleet.fleet import Fleet
@@ -243,8 +243,7 @@ def test_an_open_door_is_warned_of_and_its_url_can_be_used(
 
 
 def finish(leader: Leader, request_id: str) -> None:
-    from segue.engine.request import Output
-    from segue.kv.ids import FinishReason
+    from segue.engine.request import FinishReason, Output
     from segue.server.messages.control import Outputs
 
     leader.session.send(

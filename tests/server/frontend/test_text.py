@@ -1,24 +1,22 @@
 """Tokens to text, stop strings, tool calls: the parts without I/O."""
 
-import json
 import random
 import threading
 import time
 from typing import SupportsIndex
 
 import pytest
+from frontend_rig import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from conftest import make_tokenizer
 from segue.kv.errors import ConfigError, Internal
-from segue.server.frontend.chat import check_messages
 from segue.server.frontend.detokenize import Detokenizer, StopStrings
 from segue.server.frontend.problems import BadParam
 from segue.server.frontend.reply_parts import Part, ReplyParser, ToolCall
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.frontend.tools import ForcedParser, parser_for
+from segue.server.frontend.tools import ForcedParser
 
 BYTE_LEVEL = ModelTokenizer(make_tokenizer())
 
@@ -53,13 +51,6 @@ def stream(tokenizer: ModelTokenizer, ids: list[int], steps: list[int]) -> str:
         out += detokenizer.feed(ids[at : at + step])
         at += step
     return out + detokenizer.flush()
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.text(max_size=80), st.lists(st.integers(1, 4), max_size=5))
-def test_streamed_text_is_the_whole_text(text: str, steps: list[int]) -> None:
-    ids = BYTE_LEVEL.encode(text, special=False)
-    assert stream(BYTE_LEVEL, ids, steps) == BYTE_LEVEL.decode(ids, skip_special=True)
 
 
 @settings(max_examples=300, deadline=None)
@@ -127,29 +118,6 @@ def test_a_number_of_a_worker_that_is_no_token_id_is_a_typed_error(
         tokenizer.token_text(number)
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    st.text("abc", max_size=30),
-    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
-    st.integers(1, 4),
-)
-def test_stop_strings_are_found_wherever_pieces_end(text: str, stops: list[str], step: int) -> None:
-    watcher = StopStrings(stops)
-    out = ""
-    for at in range(0, len(text), step):
-        out += watcher.feed(text[at : at + step])
-        assert not any(s in out for s in stops)
-        if watcher.found():
-            break
-    found = [s for s in stops if s in text]
-    assert watcher.found() == bool(found)
-    if found:
-        assert watcher.matched is not None
-        assert text.startswith(out + watcher.matched)
-    else:
-        assert out + watcher.flush() == text
-
-
 def held_and_found(text: str, stops: list[str]) -> tuple[str, str | None, str]:
     """By the definition: what of `text` is shown, the stop string that ends it, and what comes after that."""
     for end in range(len(text) + 1):
@@ -205,12 +173,6 @@ def test_the_work_is_linear_in_the_text_however_long_the_stop_strings_are() -> N
         assert Counted.looks <= 12 * (len(text) + length)
 
 
-def test_of_two_stop_strings_in_one_piece_the_one_that_was_complete_first_ends_the_text() -> None:
-    watcher = StopStrings(["bcde", "cd"])
-    assert watcher.feed("abcdef") == "ab"
-    assert watcher.matched == "cd"
-
-
 def parse(parser: ReplyParser | None, text: str, step: int) -> list[Part]:
     assert parser is not None
     parts: list[Part] = []
@@ -227,91 +189,6 @@ def parse(parser: ReplyParser | None, text: str, step: int) -> list[Part]:
 
 
 CALL = '{"name": "f", "arguments": {"city": "Paris"}}'
-LLAMA = CALL.replace("arguments", "parameters")
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize(
-    ("template", "text", "expected"),
-    [
-        ("<tool_call>", f"<tool_call>\n{CALL}\n</tool_call>", ["f"]),
-        (
-            "<tool_call>",
-            f"I will. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>",
-            ["I will. ", "f", "\n", "f"],
-        ),
-        ("<tool_call>", "a < b <tool", ["a < b <tool"]),
-        ("<tool_call>", f"<tool_call>{CALL}", ["f"]),
-        ("<tool_call>", "<tool_call>nonsense</tool_call>!", ["<tool_call>nonsense</tool_call>!"]),
-        ("[TOOL_CALLS]", f"[TOOL_CALLS] [{CALL}, {CALL}]", ["f", "f"]),
-        ("[TOOL_CALLS]", 'Well. [TOOL_CALLS]f[ARGS]{"city": "Paris"}', ["Well. ", "f"]),
-        ("[TOOL_CALLS]", "no call here [TOOL", ["no call here [TOOL"]),
-        ("[TOOL_CALLS]", "[TOOL_CALLS] oops", ["[TOOL_CALLS] oops"]),
-        ("<|python_tag|>", LLAMA, ["f"]),
-        ("<|python_tag|>", f"<|python_tag|>{LLAMA}; {LLAMA}", ["f", "f"]),
-        ("<|python_tag|>", "Plain text {", ["Plain text {"]),
-        ("<|python_tag|>", '{"a": 1}', ['{"a": 1}']),
-    ],
-)
-def test_tool_calls_are_found_in_any_pieces(template: str, text: str, expected: list[str], step: int) -> None:
-    parts = parse(parser_for(template), text, step)
-    assert [p.name if isinstance(p, ToolCall) else p for p in parts] == expected
-    for part in parts:
-        if isinstance(part, ToolCall):
-            assert json.loads(part.arguments) == {"city": "Paris"}
-            assert part.id.startswith("call_")
-
-
-@pytest.mark.parametrize(
-    ("template", "start", "text"),
-    [
-        ("<tool_call>", "<tool_call>", "word "),
-        ("<|python_tag|>", "{", "word "),
-        ("<|python_tag|>", " ", "  "),
-        ("[TOOL_CALLS]", "[TOOL_CALLS]", "word "),
-    ],
-)
-def test_the_work_is_linear_in_the_text_of_a_call(template: str, start: str, text: str) -> None:
-    """A token in a call of 128,000 tokens took 0.1 to 0.4 ms of the event loop."""
-
-    def seconds(count: int) -> float:
-        took = []
-        for _ in range(3):
-            parser = parser_for(template)
-            assert parser is not None
-            parser.feed(start)
-            began = time.thread_time()
-            for _ in range(count):
-                parser.feed(text)
-            took.append(time.thread_time() - began)
-        return min(took)
-
-    assert seconds(48_000) < 20 * seconds(6_000), "eight times, and not its square"
-
-
-@pytest.mark.parametrize(
-    ("template", "before", "one", "after"),
-    [
-        ("<tool_call>", "<tool_call>", '{"name": "f"};', "</tool_call>"),
-        ("<tool_call>", "<tool_call>[", '{"name": "f"},', '{"name": "f"}]</tool_call>'),
-        ("<|python_tag|>", "", '{"name": "f"};', ""),
-        ("[TOOL_CALLS]", "", '[TOOL_CALLS] {"name": "f"}', ""),
-        ("[TOOL_CALLS]", "", "[TOOL_CALLS]f[ARGS]{}", ""),
-    ],
-)
-def test_a_text_of_hundreds_of_calls_is_none(template: str, before: str, one: str, after: str) -> None:
-    """They are made at its end, all at once: 128,000 took seconds of the event loop."""
-    text = before + one * 300 + after
-    assert parse(parser_for(template), text, 1000) == [text]
-    few = parse(parser_for(template), before + one * 100 + after, 1000)
-    assert [type(part) for part in few[:100]] == [ToolCall] * 100
-
-
-def test_forced_calls() -> None:
-    (call,) = parse(ForcedParser("arguments", "g"), '{"a": 1}', 2)
-    assert isinstance(call, ToolCall)
-    assert (call.name, call.arguments) == ("g", '{"a": 1}')
-    assert len(parse(ForcedParser("calls"), f"[{CALL}, {CALL}]", 3)) == 2
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
@@ -330,29 +207,6 @@ def test_a_forced_call_that_is_cut_is_a_call_with_the_arguments_so_far_and_never
         '{"city": "Paris"}',
         '{"a": [1, ',
     ]
-
-
-def test_a_template_without_tools_has_no_parser() -> None:
-    assert parser_for("{% for m in messages %}{{ m.content }}{% endfor %}") is None
-    assert parser_for(None) is None
-
-
-def test_messages_become_what_templates_expect() -> None:
-    out = check_messages(
-        [
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}],
-            },
-            {"role": "tool", "content": "5", "tool_call_id": "1"},
-        ]
-    )
-    assert out[0]["content"] == "ab"
-    assert out[1]["content"] == ""
-    assert out[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert out[2]["tool_call_id"] == "1"
 
 
 def test_a_long_text_does_not_stop_the_other_threads() -> None:

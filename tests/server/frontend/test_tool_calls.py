@@ -1,15 +1,19 @@
 """Tool calls through the whole door, with the real client."""
 
 import json
+import time
 from typing import Any
 
 import msgspec
 import openai
 import pytest
+from frontend_rig import CHATML, FakeBackend, Running, make_tokenizer, serve
 from llguidance import LLMatcher
 
-from conftest import CHATML, FakeBackend, Running, make_tokenizer, serve
 from segue.engine.request import CallGrammar
+from segue.server.frontend.chat import tool_use
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.request_fields import ChatBody
 from segue.server.frontend.tokenizer import ModelTokenizer
 
 TOOLS: list[Any] = [
@@ -43,31 +47,6 @@ def test_a_call_comes_back_whole(door: Running, backend: FakeBackend) -> None:
     assert '"name": "weather"' in prompt, "the template was given the tools"
     tokens = door.post("/tokenize", {"messages": ASK, "tools": TOOLS}).json()["tokens"]
     assert tokens == backend.requests[0].prompt
-
-
-def test_a_call_is_streamed_as_deltas(door: Running, backend: FakeBackend) -> None:
-    backend.text = "Let me see. " + CALL
-    chunks = list(client(door).chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, stream=True))
-    deltas = [c.choices[0].delta for c in chunks]
-    assert "".join(d.content or "" for d in deltas) == "Let me see."
-    calls = [t for d in deltas for t in d.tool_calls or []]
-    assert calls[0].function is not None
-    assert calls[0].function.name == "weather"
-    text = "".join(t.function.arguments or "" for t in calls if t.function)
-    assert json.loads(text) == {"city": "Paris"}
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-def test_tool_choice_is_a_grammar(door: Running, backend: FakeBackend) -> None:
-    backend.text = '{"city": "Paris"}'
-    named: Any = {"type": "function", "function": {"name": "weather"}}
-    answer = client(door).chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice=named)
-    grammar = backend.requests[0].sampling.grammar
-    assert grammar is not None
-    assert json.loads(grammar.text) == TOOLS[0]["function"]["parameters"]
-    (call,) = answer.choices[0].message.tool_calls or []
-    assert call.type == "function"
-    assert call.function.arguments == '{"city": "Paris"}'
 
 
 #: the end of a chat template, the mark of a call, the texts around the arguments of `weather`, those between
@@ -131,7 +110,7 @@ def test_the_calls_of_a_strict_tool_have_a_grammar_in_the_form_of_the_chat_templ
 def test_strict_is_listed_as_ignored_where_no_grammar_can_hold_it(
     template: str, fields: dict[str, Any]
 ) -> None:
-    short = CHATML.replace("<tool_call>", "CALLS").replace("{{ tools | tojson }}", "")
+    short = CHATML.replace("<tool_call>", "CALLS").replace("tools | tojson", "tools[0].function.name[:9]")
     own = ModelTokenizer(make_tokenizer(short + f"{{# {template} #}}"))
     backend = FakeBackend(own)
     with serve(backend, own) as running:
@@ -180,8 +159,7 @@ def test_what_is_known_only_at_the_end_comes_with_a_last_piece_that_has_no_text(
 
 def test_half_a_pair_of_surrogates_in_a_call_comes_back_and_may_be_sent_again() -> None:
     """A model that is cut within an emoji's escapes, and an agent that repeats what it was sent."""
-    template = CHATML + "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.city }}"
-    own = ModelTokenizer(make_tokenizer(template + "|{% endfor %}{% endfor %}{# <tool_call> #}"))
+    own = ModelTokenizer(make_tokenizer(CHATML))
     backend = FakeBackend(own, text=CALL.replace("Paris", "\\ud83d"))
     with serve(backend, own) as running:
         for stream in (False, True):
@@ -194,7 +172,7 @@ def test_half_a_pair_of_surrogates_in_a_call_comes_back_and_may_be_sent_again() 
         assert "\\ud83d" in message["tool_calls"][0]["function"]["arguments"]
         again = running.post("/v1/chat/completions", {"messages": [*ASK, message, *ASK]})
         assert again.status_code == 200
-        assert "\ufffd|" in own.decode(backend.requests[-1].prompt, skip_special=False)
+        assert "\ufffd" in own.decode(backend.requests[-1].prompt, skip_special=False)
 
 
 def test_references_within_a_tools_schema_hold_in_the_grammar_of_all_tools(
@@ -223,3 +201,54 @@ def test_references_within_a_tools_schema_hold_in_the_grammar_of_all_tools(
                 found = found[int(step) if isinstance(found, list) else step]
             assert found == {"enum": values}
         assert properties["$ref"] == {"const": {"$ref": "#"}}
+
+
+LFM_MARKS = ["<|tool_call_start|>", "<|tool_call_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "said"),
+    [
+        ("<think></think><tool_call>", [], f"<think>I must ask.\n{CALL}"),
+        ("<think></think><tool_call>", [], f"<think>I must ask.\n{CALL}\n</think>"),
+        # LFM2.5: its template shows no mark.
+        ("", LFM_MARKS, '[weather(city="Paris")]'.join(LFM_MARKS)),
+    ],
+)
+def test_a_call_within_the_reasoning_or_by_a_mark_of_the_vocabulary_ends_a_turn(
+    template: str, special: list[str], said: str
+) -> None:
+    made = make_tokenizer(CHATML.replace("<tool_call>", "CALLS") + f"{{# {template} #}}")
+    made.add_special_tokens({"additional_special_tokens": special})
+    own = ModelTokenizer(made)
+    with serve(FakeBackend(own, text=said, step=2), own) as running:
+        asked: Any = {"model": "tiny", "messages": ASK, "tools": TOOLS}
+        choice = running.post("/v1/chat/completions", asked).json()["choices"][0]
+        chunks = list(running.openai().chat.completions.create(**asked, stream=True))
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"]) == ("tool_calls", None)
+    assert message.get("reasoning_content") == ("I must ask." if template else None)
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    called = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or [] if call.function]
+    assert json.loads("".join(c.function.arguments or "" for c in called if c.function)) == {"city": "Paris"}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_the_names_of_allowed_tools_are_looked_up_and_not_gone_through(tokenizer: ModelTokenizer) -> None:
+    """A body of 8 MiB with 50,000 tools, all of them allowed, took a minute."""
+
+    def seconds(count: int) -> float:
+        tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(count)]
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+        messages = [{"role": "user", "content": "hi"}]
+        body = msgspec.convert({"messages": messages, "tools": tools, "tool_choice": allowed}, ChatBody)
+
+        def once() -> float:
+            began = time.thread_time()
+            with pytest.raises(BadParam, match="at most 256"):
+                tool_use(body, tokenizer)
+            return time.thread_time() - began
+
+        return min(once() for _ in range(3))
+
+    assert seconds(32_000) < 32 * seconds(4_000), "about eight times, and not its square"

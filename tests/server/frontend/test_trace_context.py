@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from frontend_rig import FakeBackend, Running
 
-from conftest import FakeBackend, Running
 from segue.server.messages.records import Records
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -60,7 +60,7 @@ class Upstream:
 async def passing(limit: int = 8) -> AsyncIterator[tuple[PassThrough, Upstream]]:
     upstream = Upstream()
     sock = listening("127.0.0.1", 0, what="a test", flag="--port")
-    guard = Guard(head_s=10, request_s=10, max_members=16, head_is_proof=True)
+    guard = Guard(head_s=10, request_s=10, max_requests=16, head_is_proof=True)
     server = GuardedServer(upstream, sock, guard=guard, drain_s=0.1)
     server.start()
     through = PassThrough("http://{}:{}".format(*server.address), silence_s=30, limit=limit)

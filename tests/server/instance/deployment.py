@@ -16,19 +16,19 @@ from segue.engine.request import Output, RankHints, Request, SamplingParams
 from segue.kv.errors import AbortedByClient, SegueError
 from segue.kv.ids import OPEN_RANK, LeaderId, Role, new_incarnation, new_room
 from segue.kv.io import IoThread
-from segue.kv.protocol.ticket import Ticket
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.session.node import SessionNode
 from segue.kv.transport.memory.pool_memory import Memory, allocate
-from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.instance.instance import Instance
 from segue.server.instance.leader import Inspect
 from segue.server.instance.rank_workers import OpenedReplica, open_replica
 from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.server.messages.ticket import Ticket
 from segue.server.registry.registry_server import serve as serve_registry
 from segue.server.schedulers.scheduler import Scheduler
 from segue.server.settings.commands import InstanceConfig
 from segue.server.settings.shared_config import LimitsConfig, ModelConfig
+from segue_lab.sim.sim_engine import LineageEngine, lineage_spec
 
 VOCAB = 1000
 LIMITS = LimitsConfig(keepalive_s=0.5, peer_silence_s=20, drain_s=5, max_queue=4096)
@@ -75,6 +75,7 @@ class Front:
         room: int | None = None,
         is_open: bool = False,
         ranks: RankHints | None = None,
+        prefill_at: tuple[str, int] | None = None,
         **sampling_options: Any,
     ) -> SamplingParams:
         """With `is_open` the ticket does not say which DP rank of prefill has the request."""
@@ -88,7 +89,7 @@ class Front:
         )
         self.done.setdefault(name, threading.Event())
         request = Request(request_id=name, prompt=prompt, sampling=sampling, ranks=ranks or RankHints())
-        message = Submit(request, ticket)
+        message = Submit(request, ticket, prefill_at)
         for me in {prefill.me, decode.me} if only is None else {only.me}:
             self.io.post(self.sessions[me].send, message)
         return sampling
@@ -137,6 +138,13 @@ def lineage_engine() -> tuple[Engine, Memory]:
     spec = lineage_spec(256)
     memory = allocate(spec.nbytes)
     return LineageEngine(spec, memoryview(memory.buffer), vocab_size=VOCAB), memory
+
+
+def lineage_config(role: Role, registry: str = "http://127.0.0.1:1", **settings: Any) -> InstanceConfig:
+    """The configuration of an instance on a lineage engine."""
+    engine = ModelConfig(page_tokens=lineage_spec(256).page_tokens)
+    fixed: dict[str, Any] = {"model": "test", "transport": "shm", "limit": LIMITS, "engine": engine}
+    return InstanceConfig(role=role, registry=registry, **fixed | settings)
 
 
 class Running:

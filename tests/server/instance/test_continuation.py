@@ -110,10 +110,16 @@ HOW: dict[str, dict[str, Any]] = {
     "minimum": {"temperature": 1.0, "seed": 3, "min_tokens": 20, "ignore_eos": False},
     "bias": {"temperature": 0.7, "seed": 8, "logit_bias": {"17": 3.0, "40": -100}, "top_k": 12},
 }
+#: Those whose next token depends on all before the cut.
+KEEPS_STATE = ("penalties", "minimum")
+
+
+def soak(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [how if how in KEEPS_STATE else soak(how) for how in HOW])
 def test_tokens_equal_the_undisturbed_run(made: Cluster, how: str) -> None:
     rng = random.Random(how)
     body = {
@@ -154,7 +160,7 @@ def test_an_unseeded_sample_goes_on_with_its_own_seed(made: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 5, 12, 15])
+@pytest.mark.parametrize("step", [soak(1), 5, soak(12), soak(15)])
 def test_a_schema_is_followed_across_the_cut(made: Cluster, step: int) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = {
@@ -286,8 +292,10 @@ def test_prefill_killed_while_chunks_are_in_flight(made: Cluster, folder: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize(
+    ("role", "transport"),
+    [(Role.PREFILL, "shm"), (Role.DECODE, "tcp"), soak(Role.PREFILL, "tcp"), soak(Role.DECODE, "shm")],
+)
 def test_sessions_that_are_cut_and_come_back(role: Role, transport: str, folder: Path) -> None:
     """One of each: there is nobody else to go to."""
     body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}

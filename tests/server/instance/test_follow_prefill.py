@@ -7,25 +7,18 @@ from collections.abc import AsyncIterator, Mapping
 from typing import cast
 
 import msgspec
+from fleet_records import instance_record
 
-from segue.kv import PrefillInstance
 from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.manager import KVManager
+from segue.kv.protocol.room_ranks import PrefillInstance
 from segue.server.instance.registry_link import follow_prefill
 from segue.server.registry.client import InstanceWatch
-from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue.server.registry.registry_records import InstanceRecord
 
 
 def record(letter: str, *ports: int) -> InstanceRecord:
-    return InstanceRecord(
-        incarnation=Incarnation(letter * 32),
-        role=Role.PREFILL,
-        model="m",
-        served_model="m",
-        context_tokens=100,
-        dp_size=len(ports),
-        replicas=[ReplicaRecord(dp_rank=i, host="127.0.0.1", port=port) for i, port in enumerate(ports)],
-    )
+    return instance_record(Incarnation(letter * 32), *ports, role=Role.PREFILL)
 
 
 class Lists:

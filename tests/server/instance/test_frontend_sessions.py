@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fleet_records import instance_record, load
 
 from segue.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, FollowPrefixes, Prefixes
 from segue.engine.request import Output
@@ -28,7 +29,7 @@ from segue.server.messages.control import (
 )
 from segue.server.messages.operate import GetStatus, OperationRefused, SetDraining, Status
 from segue.server.messages.records import RequestRecord
-from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue.server.registry.registry_records import InstanceRecord
 
 LEFT = PeerLost("left")
 
@@ -48,12 +49,6 @@ class Session:
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
-
-
-def load(**changes: Any) -> Load:
-    return Load(
-        **{"dp_rank": 0, "running": 0, "waiting": 0, "tokens": 0, "pages_free": 1, "pages_total": 1} | changes
-    )
 
 
 # ---- frontends ---------------------------------------------------------------------------------------
@@ -186,15 +181,7 @@ class Desk:
         answer(self.records)
 
     def _record(self) -> InstanceRecord:
-        where = ReplicaRecord(dp_rank=0, host="h", port=1)
-        return InstanceRecord(
-            incarnation=Incarnation("d" * 32),
-            role=Role.DECODE,
-            model="m",
-            served_model="t",
-            context_tokens=9,
-            replicas=[where],
-        )
+        return instance_record(Incarnation("d" * 32), 1)
 
     def answer(self) -> None:
         waiting, self.waiting[:] = list(self.waiting), []
@@ -255,14 +242,16 @@ def test_a_question_about_a_request_is_answered_here_or_by_the_frontend_that_is_
     desk.frontends.opened(frontend)
     who = frontend.peer.leader.incarnation
     desk.sessions.received(one, Explain("r"))
-    assert one.sent == [Explained([], frontends=[who])], "and which frontends may be asked through it"
+    assert one.sent == [Explained([], frontends=[who], request_id="r")], (
+        "and which frontends may be asked through it"
+    )
     desk.sessions.received(one, Explain("r", who))
     desk.sessions.received(one, Explain("r", Incarnation("e" * 32)))  # which has no session here
     assert frontend.sent == [Explain("r", asker=one.peer.leader)]
-    desk.frontends.received(frontend, Explained([], asker=one.peer.leader))
+    desk.frontends.received(frontend, Explained([], asker=one.peer.leader, request_id="r"))
     desk.frontends.received(frontend, Explained([], asker=leader("9")))  # who has gone
     desk.frontends.received(frontend, Explained([]))
-    assert one.sent[1:] == [Explained([], one.peer.leader, [who])]
+    assert one.sent[1:] == [Explained([], one.peer.leader, [who], "r")]
     assert other.sent == []
 
 

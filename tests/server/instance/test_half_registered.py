@@ -11,9 +11,9 @@ from deployment import LIMITS, VOCAB, Running, deployment
 
 from segue.kv.errors import ErrorCode
 from segue.kv.ids import LeaderId, Role, new_incarnation
-from segue.lab.sim.sim_engine import reference
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue_lab.sim.sim_engine import reference
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ import pytest
 from segue.kv.config import KVConfig
 from segue.kv.errors import ConfigError
 from segue.kv.ids import ChecksumMode, Incarnation, LeaderId
-from segue.kv.transport.probe import SCRATCH_BYTES
-from segue.lab.sim.sim_engine import lineage_spec
 from segue.server.instance import host
 from segue.server.instance import kv_settings as kv
 from segue.server.instance.host import this_host
 from segue.server.settings.commands import InstanceConfig
+from segue_lab.sim.sim_engine import lineage_spec
 
 ME = LeaderId(Incarnation("a" * 32), 1)
 SPEC = lineage_spec(8)
@@ -89,14 +88,9 @@ def test_quotas_of_every_group_above_and_of_both_versions_count(
     assert this_host(tmp_path).cores == cores
 
 
-def made(
-    rank: int = 0, transports: tuple[str, ...] = ("shm", "tcp"), extra: int = 0, **set_: Any
-) -> KVConfig:
+def made(rank: int = 0, transports: tuple[str, ...] = ("shm", "tcp"), **set_: Any) -> KVConfig:
     config = InstanceConfig(model="m", registry="http://127.0.0.1:1", dp=2, **set_)
-    memory: Any = SimpleNamespace(nbytes=SPEC.nbytes + extra)
-    return kv.kv_config(
-        config, ME, model="print", spec=SPEC, memory=memory, transports=transports, tls=None, rank=rank
-    )
+    return kv.kv_config(config, ME, model="print", spec=SPEC, transports=transports, tls=None, rank=rank)
 
 
 def test_each_rank_listens_at_the_next_port_of_its_own_and_of_what_peers_are_told() -> None:
@@ -122,13 +116,6 @@ def test_only_bytes_that_move_have_checksums() -> None:
     assert made(kv_checksum="sampled").kv_checksum is ChecksumMode.SAMPLED
     assert made(transports=("fake",)).kv_checksum is ChecksumMode.OFF
     assert made(transports=("shm", "fake")).kv_checksum is ChecksumMode.OFF
-
-
-def test_pairs_measure_where_there_is_a_choice_and_room_for_it() -> None:
-    assert made(extra=SCRATCH_BYTES, transport="auto").scratch_bytes == SCRATCH_BYTES
-    assert made(extra=SCRATCH_BYTES, transport="tcp,shm").scratch_bytes == SCRATCH_BYTES
-    assert made(extra=SCRATCH_BYTES - 1, transport="auto").scratch_bytes == 0
-    assert made(extra=SCRATCH_BYTES, transport="tcp").scratch_bytes == 0
 
 
 def test_of_several_transports_those_that_work_are_offered_and_without_one_it_is_a_wrong_setting(

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 
-import httpx
+import httpx2 as httpx
 import pytest
 import uvloop
 

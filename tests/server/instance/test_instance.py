@@ -6,12 +6,13 @@ import os
 import random
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import psutil
 import pytest
 from deployment import LIMITS, VOCAB, Deployment, deployment
 
 from segue.engine.engine_api import Engine
+from segue.engine.request import FinishReason
 from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
@@ -20,13 +21,13 @@ from segue.kv.errors import (
     OutOfCapacity,
     SegueError,
 )
-from segue.kv.ids import FinishReason, Role
+from segue.kv.ids import Role
 from segue.kv.transport.memory.pool_memory import Memory, allocate
-from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 from segue.server.fleet.operator import operator
 from segue.server.instance import instance as instance_module
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord
+from segue_lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 
 
 def assert_served(made: Deployment, count: int, *, batch: int = 64, longest: int = 60) -> None:
@@ -49,6 +50,30 @@ def test_two_and_two_answer_with_the_right_tokens(transport: str) -> None:
     with deployment(*roles, transport=transport) as made:
         assert_served(made, 128)
         made.assert_comes_to_rest()
+
+
+def test_decode_hands_over_with_a_prefill_that_only_the_frontend_knows() -> None:
+    """As over `dns://` for some seconds: its own registry has not named that one yet."""
+    with deployment(Role.PREFILL) as made, deployment(Role.DECODE) as other:
+        [p], [d] = made.by_role(Role.PREFILL), other.by_role(Role.DECODE)
+        made.front.join(d)
+        for name in ("first", "second"):
+            sampling = made.front.submit(name, [1, 2, 3], p, d, prefill_at=p.plane.address)
+            assert made.front.tokens(name) == reference([1, 2, 3], sampling, VOCAB, 4)
+        assert d.manager is not None
+        assert set(d.plane.sessions) >= {p.me}
+
+
+def test_an_address_at_which_another_leader_answers_makes_no_session() -> None:
+    """The frontend's word says who is there; that one has to prove it."""
+    with deployment(Role.PREFILL, Role.PREFILL) as made, deployment(Role.DECODE) as other:
+        (p, wrong), [d] = made.by_role(Role.PREFILL), other.by_role(Role.DECODE)
+        made.front.join(d)
+        made.front.submit("r", [1, 2, 3], p, d, prefill_at=wrong.plane.address, only=d, budget_s=1.0)
+        [output] = made.front.wait("r")
+        assert output.error is not None
+        assert output.error.code is ErrorCode.DEADLINE_EXCEEDED
+        assert not {p.me, wrong.me} & set(d.plane.sessions)
 
 
 def test_unified_answers_alike() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import pytest
 from deployment import deployment, lineage_engine
 
 from segue.kv.errors import BootstrapUnreachable, Draining, ErrorCode, PeerRestarted
-from segue.kv.ids import Incarnation, Role
+from segue.kv.ids import KVPoll, Role, RoomKey
+from segue.server.instance import leader
 from segue.server.instance import role_lifecycle as module
 from segue.server.instance.instance import Instance
 from segue.server.instance.role_lifecycle import run_instance
@@ -30,9 +32,10 @@ def test_whatever_ends_the_keep_alive_ends_the_instance_loudly(
     kept: list[str] = []
     keep_alive = RegistryClient.keep_alive
 
-    async def noted(self: RegistryClient, incarnation: Incarnation) -> None:
-        kept.append(incarnation)
-        await keep_alive(self, incarnation)
+    async def noted(self: RegistryClient) -> None:
+        assert self._own is not None
+        kept.append(self._own.incarnation)
+        await keep_alive(self)
 
     monkeypatch.setattr(RegistryClient, "keep_alive", noted)
     with deployment(role) as made:
@@ -51,6 +54,28 @@ def test_whatever_ends_the_keep_alive_ends_the_instance_loudly(
         expected = error.info.code if isinstance(error, Draining) else ErrorCode.INTERNAL
         assert instance.failure.info.code is expected
         assert not instance._status().alive()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.UNIFIED])
+def test_the_end_of_the_io_thread_ends_every_request_and_the_instance(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is heard any more, and nothing but the end of the process tells the peers and the registry."""
+    monkeypatch.setattr(leader, "ABANDON_S", 0.0)
+    with deployment(role) as made:
+        [running] = made.running
+        instance = running.instance
+        half = None if instance.manager is None else instance.manager.expect(RoomKey(7), 16, 60.0)
+        instance.plane.io.post(sys.exit)  # as a bug of the loop would end it
+        running.thread.join(60)
+        assert not running.thread.is_alive()
+        assert instance.failure is not None
+        assert "the thread of the KV hand-off has ended" in instance.failure.info.text
+        assert not instance._status().alive()
+        if half is not None:
+            assert half.poll() is KVPoll.FAILED
+            assert half.error is not None
+            assert half.error.code is ErrorCode.INTERNAL
 
 
 def test_a_registry_that_does_not_hear_of_the_drain_is_told_once_and_not_for_ever() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 
 from segue.kv.errors import DeadlineExceeded, PeerLost
 from segue.kv.ids import RoomKey
-from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
 from segue.kv.peers import PathSpeed
 from segue.kv.protocol.events import KVPoll, Phase
 from segue.server.instance.instance_http import InstanceStatus, start_http
@@ -104,15 +103,7 @@ def test_its_numbers_are_those_of_the_leader_and_of_the_paths_that_it_measured()
     status = Status()
     assert own() == {'table{table="transfers"}': 7.0}
     status.load = LOAD
-    figures = {
-        "shm": PathFigures(page_s=1e-5, bytes_per_s=3e9),
-        "tcp": PathFigures(page_s=2e-5, bytes_per_s=1e9),
-    }
-    candidates = [PathCandidate(transport=name, figures=figure) for name, figure in figures.items()]
-    choice = PathChoice(
-        transport="shm", candidates=[*candidates, PathCandidate(transport="nixl", why_not="is away")]
-    )
-    status.paths = {"p": PathSpeed("shm", 20, 5.0, choice), "q": PathSpeed("tcp")}
+    status.paths = {"p": PathSpeed("shm", 20, 5.0), "q": PathSpeed("tcp")}
     assert own() == {
         'requests{state="running"}': 2.0,
         'requests{state="waiting"}': 3.0,
@@ -121,10 +112,6 @@ def test_its_numbers_are_those_of_the_leader_and_of_the_paths_that_it_measured()
         'pages{state="quarantined"}': 4.0,
         'table{table="transfers"}': 7.0,
         'path_bytes_per_second{peer="p",transport="shm"}': 4.0,
-        'probe_page_seconds{chosen="true",peer="p",transport="shm"}': 1e-5,
-        'probe_page_seconds{chosen="false",peer="p",transport="tcp"}': 2e-5,
-        'probe_bytes_per_second{chosen="true",peer="p",transport="shm"}': 3e9,
-        'probe_bytes_per_second{chosen="false",peer="p",transport="tcp"}': 1e9,
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,10 +11,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import httpx
+import httpx2 as httpx
 import msgspec
 import pytest
-from deployment import LIMITS, deployment, lineage_engine
+from deployment import deployment, lineage_config, lineage_engine
+from fleet_records import load
 
 from ports import HeldPort
 from segue.engine.kv_events import AllBlocksCleared
@@ -31,7 +31,6 @@ from segue.kv.errors import (
 from segue.kv.ids import Incarnation, LeaderId, Role, successor
 from segue.kv.limits import Limits
 from segue.kv.process_link import encode
-from segue.lab.sim.sim_engine import lineage_spec
 from segue.server.instance import integrity
 from segue.server.instance import rank_workers as workers
 from segue.server.instance import registry_link as registry
@@ -51,14 +50,9 @@ from segue.server.messages.control import Load
 from segue.server.messages.operate import SetDraining, Switch
 from segue.server.settings.commands import InstanceConfig
 from segue.server.settings.shared_config import AccessConfig, ModelConfig
+from segue_lab.sim.sim_engine import lineage_spec
 
 ME = LeaderId(Incarnation("a" * 32), 1)
-
-
-def load(**changes: Any) -> Load:
-    return Load(
-        **{"dp_rank": 0, "running": 0, "waiting": 0, "tokens": 0, "pages_free": 9, "pages_total": 9} | changes
-    )
 
 
 # ---- its state ---------------------------------------------------------------------------------------
@@ -157,17 +151,7 @@ def test_a_leader_that_has_left_or_does_not_answer_has_no_state(monkeypatch: pyt
 def instance(role: Role = Role.DECODE, **settings: Any) -> Iterator[Instance]:
     """One that has not started."""
     engine, memory = lineage_engine()
-    config = InstanceConfig(
-        model="test",
-        role=role,
-        registry="http://127.0.0.1:1",
-        transport="shm",
-        limit=LIMITS,
-        name="mine",
-        engine=ModelConfig(page_tokens=engine.spec.page_tokens),
-        **settings,
-    )
-    made = Instance(config, engine, memory)
+    made = Instance(lineage_config(role, name="mine", **settings), engine, memory)
     loop = made.plane.io.loop
     try:
         yield made
@@ -257,14 +241,8 @@ def test_a_decode_instance_that_is_to_compute_no_prompt_computes_none_also_witho
     chosen: int, limit: int | None
 ) -> None:
     """0 is none at all, and not prompts of at most no token: those frontends give to it where they must."""
-    engine, memory = lineage_engine()
-    with contextlib.ExitStack() as stack:
-        stack.callback(memory.close)
-        stack.callback(engine.memory.release)  # type: ignore[attr-defined]
-        settings = ModelConfig(page_tokens=engine.spec.page_tokens, max_local_prefill_length=chosen)
-        config = dataclasses.replace(CONFIG, engine=settings, transport="shm", limit=LIMITS)
-        made = Instance(config, engine, memory)
-        stack.callback(made.close)
+    page_tokens = lineage_config(Role.DECODE).engine.page_tokens
+    with instance(engine=ModelConfig(page_tokens=page_tokens, max_local_prefill_length=chosen)) as made:
         assert made.scheduler.load().local_tokens == limit
 
 
@@ -289,39 +267,37 @@ def test_what_the_registry_shows_of_an_instance_is_what_it_is_and_gone_when_it_h
         assert (where.host, where.port, where.dp_rank, record.dp_size) == ("10.0.0.9", 4711, 2, 3)
         one._registry = SimpleNamespace()  # type: ignore[assignment]
         one._say_draining()
-        assert one._record().draining
+        one.expert_peers = object()  # type: ignore[assignment]
+        assert (one._record().draining, one._record().shared_experts) == (True, True)
 
 
-def test_the_registry_hears_one_word_after_the_other_and_the_last_one_last() -> None:
+async def test_the_registry_hears_one_word_after_the_other_and_the_last_one_last() -> None:
     said: list[bool] = []
 
     class Slow:
         def __init__(self) -> None:
             self.go_on = asyncio.Event()
 
-        async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
+        async def set_draining(self, draining: bool) -> None:
             said.append(draining)
             await self.go_on.wait()
             if len(said) == 1:
                 raise BootstrapUnreachable("away, which the keep-alive makes good")
 
-    async def main() -> None:
-        with instance() as made:
-            slow = made._registry = Slow()  # type: ignore[assignment]
-            telling = asyncio.ensure_future(made._tell_registry())
-            for draining in (True, False, True, False):
-                made._say_draining(draining)
-                for _ in range(3):
-                    await asyncio.sleep(0)
-            assert said == [True], "the first is not over"
-            slow.go_on.set()  # type: ignore[attr-defined]
-            for _ in range(5):
+    with instance() as made:
+        slow = made._registry = Slow()  # type: ignore[assignment]
+        telling = asyncio.ensure_future(made._tell_registry())
+        for draining in (True, False, True, False):
+            made._say_draining(draining)
+            for _ in range(3):
                 await asyncio.sleep(0)
-            assert said == [True, False]
-            assert not telling.done()
-            telling.cancel()
-
-    asyncio.run(main())
+        assert said == [True], "the first is not over"
+        slow.go_on.set()  # type: ignore[attr-defined]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert said == [True, False]
+        assert not telling.done()
+        telling.cancel()
 
 
 @pytest.mark.parametrize(
@@ -438,13 +414,6 @@ def test_what_one_frontend_is_told_of_the_cache_is_not_published_to_all() -> Non
         assert published == [[AllBlocksCleared()]]
 
 
-def test_an_instance_that_shares_experts_says_so() -> None:
-    with instance() as made:
-        assert not made._record().shared_experts
-        made.expert_peers = object()  # type: ignore[assignment]
-        assert made._record().shared_experts
-
-
 # ---- its turns ---------------------------------------------------------------------------------------
 
 
@@ -502,6 +471,7 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> type[Life]:
 
 CONFIG = InstanceConfig(model="m", registry="http://127.0.0.1:1", role=Role.DECODE)
 AS_PREFILL = InstanceConfig(model="m", registry="http://127.0.0.1:1", role=Role.PREFILL)
+REPLICA = OpenedReplica(object(), object())  # type: ignore[arg-type]
 
 
 def turned() -> tuple[RoleLifecycle, list[Life]]:
@@ -542,26 +512,26 @@ def test_a_leader_that_failed_or_could_not_start_has_no_other_life(lives: type[L
 
 
 def test_a_signal_before_the_start_or_between_two_lives_is_not_lost(lives: type[Life]) -> None:
-    early = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    early = RoleLifecycle(CONFIG, REPLICA)
     early.drain()
     early.run(lambda _: pytest.fail("it has left"))
     assert Life.made[0].steps == ["drain", "close"]
     Life.made.clear()
     lives.expert_peers = object()  # which compute with it until all of them are done
-    together = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    together = RoleLifecycle(CONFIG, REPLICA)
     together.drain()
     together.run(lambda _: None)
     assert Life.made[0].steps == ["drain", "drain", "start", "run", "close"]
     Life.made.clear()
     lives.starts = False
-    alone = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    alone = RoleLifecycle(CONFIG, REPLICA)
     alone.run(lambda _: pytest.fail("it has not registered"))
     assert Life.made[0].steps == ["start", "run", "close"], "it tells them that it is done"
     lives.starts = True
     lives.expert_peers = None
     Life.made.clear()
     Life.switches = [AS_PREFILL]
-    between = RoleLifecycle(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    between = RoleLifecycle(CONFIG, REPLICA)
     first = Life.made[0]
     first.close = lambda: (first.steps.append("close"), between.drain())[0]  # type: ignore[method-assign, func-returns-value]
     between.run(lambda _: None)
@@ -751,12 +721,3 @@ def test_ranks_are_asked_to_leave_together_and_one_that_does_not_is_killed(
     made = ranks((), (), stubborn=True)
     made.workers.close()
     assert made.log == ["closed"] * 2 + ["killed", "waited"] * 2
-
-
-def test_a_scheduler_is_only_looked_at_by_the_thread_that_owns_it() -> None:
-    with instance() as made:
-        seen: list[object] = []
-        made._find("r", seen.append)
-        [asked] = inbox(made)
-        assert isinstance(asked, Inspect)
-        assert seen == []

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from threading import Event
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 from deployment import VOCAB, Front, deployment
 
 from segue.kv.errors import ErrorCode
 from segue.kv.ids import KVPoll, Role
 from segue.kv.protocol import events
-from segue.lab.sim.sim_engine import reference
+from segue_lab.sim.sim_engine import reference
 
 
 def break_once(

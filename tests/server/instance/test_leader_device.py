@@ -20,8 +20,6 @@ from segue.kv.ids import Incarnation, KVPoll, LeaderId, RoomKey, Span
 from segue.kv.io import MonotonicClock
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
-from segue.kv.protocol.ticket import Ticket
-from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 from segue.server.instance.leader import (
     Abandon,
     Drain,
@@ -34,10 +32,12 @@ from segue.server.instance.leader import (
     NextRole,
 )
 from segue.server.messages.control import Cancel, Replace, Submit
+from segue.server.messages.ticket import Ticket
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.prefill import PrefillScheduler
 from segue.server.schedulers.scheduler import Scheduler
 from segue.server.schedulers.unified import UnifiedScheduler
+from segue_lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 
 ME, PEER = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
 FRONT = Incarnation("f" * 32)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from test_leader_flush import Busy, OnCall
+from test_leader_flush import Busy, OnCall, leader_of
 
 from segue.engine.engine_api import SequenceResult, StepHandle, StepOnCall
-from segue.kv.clock import VirtualClock
 from segue.kv.errors import SegueError
-from segue.kv.limits import Limits
 from segue.server.instance.leader import Drain, Leader, NextRole, PeersAdvanced
 
 
@@ -60,15 +58,7 @@ class Some(Busy):
 
 
 def leader_with(others: Others, steps: int = 0) -> Leader:
-    return Leader(
-        Some(steps),  # type: ignore[arg-type]
-        Engine(others),  # type: ignore[arg-type]
-        limits=Limits(),
-        clock=VirtualClock(),
-        send=lambda _origin, _outputs: None,
-        report=lambda _load: None,
-        expert_peers=others,
-    )
+    return leader_of(Some(steps), engine=Engine(others), expert_peers=others)
 
 
 def test_a_leader_computes_what_it_has_and_then_along_with_others_and_then_sleeps() -> None:

@@ -92,13 +92,11 @@ def test_lesson_15_the_first_token_does_not_wait_for_the_next_forward() -> None:
             seen_by_the_engine.append(list(sent))
             return [SequenceResult(1, 8)]
 
-    leader = Leader(
-        OneStep(),  # type: ignore[arg-type]
-        Engine(),  # type: ignore[arg-type]
-        limits=Limits(),
-        clock=MonotonicClock(),
+    leader = leader_of(
+        OneStep(),
+        MonotonicClock(),
+        engine=Engine(),
         send=lambda _origin, outputs: sent.extend(t for o in outputs for t in o.token_ids),
-        report=lambda _load: None,
     )
     leader.inbox.put(Drain())
     leader.run()
@@ -123,7 +121,7 @@ def test_the_role_hears_of_kv_that_is_there_before_the_forward_ends() -> None:
             told.append("forward ends")
             return super().collect(handle)
 
-    leader = leader_of(Listening(), VirtualClock(), 0.1, [])
+    leader = leader_of(Listening())
     leader.engine = Telling(VirtualClock(), 0.1)  # type: ignore[assignment]
     leader.turn()
     assert told == ["stored [1]", "forward ends", "complete"]
@@ -159,16 +157,18 @@ class Clocked(OnCall):
 
 
 def leader_of(
-    scheduler: OneStep, clock: VirtualClock, step_s: float, told: list[tuple[float, int]]
+    scheduler: OneStep, clock: Any = None, step_s: float = 0.1, told: Any = None, **changes: Any
 ) -> Leader:
-    return Leader(
-        scheduler,  # type: ignore[arg-type]
-        Clocked(clock, step_s),  # type: ignore[arg-type]
-        limits=Limits(),
-        clock=clock,
-        send=lambda _origin, _outputs: None,
-        report=lambda load: told.append((clock.now(), load.running)),
-    )
+    """A leader whose steps take `step_s` of `clock`; the loads that it tells are in `told`, with the time."""
+    clock, told = clock or VirtualClock(), [] if told is None else told
+    options = {
+        "engine": Clocked(clock, step_s),
+        "limits": Limits(),
+        "clock": clock,
+        "send": lambda _origin, _outputs: None,
+        "report": lambda load: told.append((clock.now(), load.running)),
+    }
+    return Leader(scheduler, **options | changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.03, 0.2])
@@ -214,7 +214,7 @@ class Held(OneStep):
 
 def test_an_operator_may_hold_and_resume_a_leader_but_not_one_that_leaves() -> None:
     role = Held()
-    leader = leader_of(role, VirtualClock(), 0.1, [])
+    leader = leader_of(role)
     for item in (Hold(True), Hold(False), Drain(), Hold(False)):
         leader.inbox.put(item)
         leader.turn()
@@ -225,7 +225,7 @@ def test_an_operator_may_hold_and_resume_a_leader_but_not_one_that_leaves() -> N
 def test_a_leader_turns_by_what_it_holds_now_and_takes_nothing_again_once_it_does(drained: bool) -> None:
     role = Held()
     role.drained = drained
-    leader = leader_of(role, VirtualClock(), 0.1, [])
+    leader = leader_of(role)
     refused: list[int] = []
     for item in (Hold(True), NextRole(lambda: refused.append(1)), Hold(False)):  # all in one turn
         leader.inbox.put(item)
@@ -252,7 +252,7 @@ def test_a_leader_that_leaves_sleeps_no_longer_than_it_may_drain() -> None:
 
 
 def test_that_bytes_move_does_not_wake_a_leader_but_every_other_change_does() -> None:
-    leader = leader_of(Busy(0), VirtualClock(), 0.1, [])
+    leader = leader_of(Busy(0))
     key = RoomKey(1)
     leader.changed(events.Phase(key, KVPoll.TRANSFERRING))
     assert leader.inbox.empty()
@@ -278,14 +278,7 @@ def test_what_ends_while_a_step_is_planned_makes_room_for_others_at_once() -> No
             self.outbox.append((FRONT, Output(request_id="ended")))
             return []
 
-    leader = Leader(
-        EndsOneFirst(),  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        limits=Limits(),
-        clock=VirtualClock(),
-        send=lambda _origin, outputs: sent.extend(outputs),
-        report=lambda _load: None,
-    )
+    leader = leader_of(EndsOneFirst(), send=lambda _origin, outputs: sent.extend(outputs))
     assert leader.decide() == planned
     assert [output.request_id for output in sent] == ["r", "ended"]
 
@@ -381,7 +374,7 @@ def journal(leader: Leader, *, pending: bool = True) -> list[tuple[object, list[
 
 def test_what_changed_in_the_prefix_cache_is_told_before_the_outputs_that_it_came_with() -> None:
     """A frontend that places the next turn of a chat by them must not be a step behind."""
-    leader = leader_of(OneStep(), VirtualClock(), 0.1, [])
+    leader = leader_of(OneStep())
     told = journal(leader)
     leader._send = lambda _origin, outputs: told.append(("outputs", [o.request_id for o in outputs]))
     leader.decide()
@@ -392,7 +385,7 @@ def test_what_changed_in_the_prefix_cache_is_told_before_the_outputs_that_it_cam
 
 def test_whoever_begins_to_follow_the_prefix_cache_is_told_all_of_it_and_nothing_twice() -> None:
     """Pending events go to the followers so far: a new follower gets them with the whole content."""
-    leader = leader_of(Held(), VirtualClock(), 0.1, [])
+    leader = leader_of(Held())
     told = journal(leader)
     leader.inbox.put(FromFrontend(FRONT, FollowPrefixes()))
     leader.turn()
@@ -402,7 +395,7 @@ def test_whoever_begins_to_follow_the_prefix_cache_is_told_all_of_it_and_nothing
 def test_a_flush_empties_the_prefix_cache_and_a_look_that_breaks_ends_nothing() -> None:
     role, flushed = Held(), []
     role.cache = SimpleNamespace(tree=SimpleNamespace(clear=lambda: flushed.append(1)))  # type: ignore[attr-defined]
-    leader = leader_of(role, VirtualClock(), 0.1, [])
+    leader = leader_of(role)
     seen: list[object] = []
     leader.inbox.put(Inspect(lambda _scheduler: {}["a bug"]))
     leader.inbox.put(FromFrontend(FRONT, FlushCache()))

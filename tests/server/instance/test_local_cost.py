@@ -7,11 +7,11 @@ import pytest
 from segue.engine.pages import PagePool
 from segue.kv.errors import ConfigError
 from segue.kv.ids import Role
-from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.instance.local_cost import measure_pauses
 from segue.server.schedulers.kv_cache import KVCache
 from segue.server.settings.commands import InstanceConfig
 from segue.server.settings.shared_config import ModelConfig
+from segue_lab.sim.sim_engine import LineageEngine, lineage_spec
 
 
 @pytest.mark.parametrize(("pages", "chunk_tokens", "lengths"), [(64, 100, [4, 16, 64]), (8, 512, [4, 16])])

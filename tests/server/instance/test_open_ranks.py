@@ -12,9 +12,9 @@ from deployment import LIMITS, VOCAB, Deployment, Running, deployment
 from segue.engine.request import RankHints
 from segue.kv.errors import ErrorCode, ErrorInfo
 from segue.kv.ids import LeaderId, Role, new_incarnation
-from segue.lab.sim.sim_engine import reference
 from segue.server.instance.instance import Instance
 from segue.server.registry.registry_server import serve as serve_registry
+from segue_lab.sim.sim_engine import reference
 
 PROMPT = list(range(1, 40))
 FOLLOW = "follow_bootstrap_room"

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from deployment import LIMITS, VOCAB, Deployment, Running, deployment
+from fleet_records import instance_record
 
 from segue.cli.commands import operate_commands as operate
 from segue.cli.main import main
 from segue.kv.errors import DeadlineExceeded, ErrorCode, PeerLost, SegueError
 from segue.kv.ids import Role, new_incarnation
 from segue.kv.peers import PathSpeed
-from segue.lab.sim.sim_engine import reference
 from segue.server.fleet.operator import Operator, operator
 from segue.server.instance import instance_http as http
 from segue.server.instance.instance_http import InstanceStatus
@@ -28,6 +28,7 @@ from segue.server.observe.integrity_report import NodeState
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.settings.shared_config import TlsConfig
 from segue.server.supervisor.local_deployments import announced_instance, runtime_folder
+from segue_lab.sim.sim_engine import reference
 
 PROMPT = list(range(40))
 
@@ -263,7 +264,7 @@ def test_of_several_instances_here_none_is_drained(
     with announced_instance([control(d)], None, TlsConfig()):
         [file] = runtime_folder().iterdir()
         second = file.read_text().replace(control(d), control(p))
-        (runtime_folder() / "0.instance").write_text(second)
+        file.with_stem(f"{file.stem}0").write_text(second)
         assert main(["drain", "--self"]) == 2
     said = capsys.readouterr().err
     assert control(d) in said
@@ -291,15 +292,7 @@ def test_an_instance_that_does_not_answer_is_a_row_that_says_so(
     monkeypatch.setattr(Operator, "ask", ask)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         port = deaf.getsockname()[1]
-        where = ReplicaRecord(dp_rank=0, host="127.0.0.1", port=port)
-        record = InstanceRecord(
-            incarnation=new_incarnation(),
-            role=Role.DECODE,
-            model="m",
-            served_model="test",
-            context_tokens=9,
-            replicas=[where],
-        )
+        record = instance_record(new_incarnation(), port, served_model="test")
         made.io.call(_registered(made, record), 60)
         assert main(["ps", "--registry", url(made), "--json"]) == 0
         rows = {row["instance"]: row for row in json.loads(capsys.readouterr().out)}
@@ -315,18 +308,15 @@ async def _registered(made: Deployment, record: InstanceRecord) -> None:
     made.registry.store.register(record, 0)
 
 
-def test_who_has_another_secret_steers_nobody(made: Deployment, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        secret = b"another secret than theirs"
-        async with operator(url(made), secret=secret, limits=LIMITS.limits(), tls=None) as op:
-            rows = await op.ps()
-            assert len(rows) == 2
-            assert all(row.sight is None and row.trouble for row in rows), rows
-            record = await op.named(name(one(made, Role.DECODE)))
-            with pytest.raises(Exception, match="secret"):
-                await op.steer(record, draining=True, timeout_s=60)
-
-    asyncio.run(scenario())
+async def test_who_has_another_secret_steers_nobody(made: Deployment, tmp_path: Path) -> None:
+    secret = b"another secret than theirs"
+    async with operator(url(made), secret=secret, limits=LIMITS.limits(), tls=None) as op:
+        rows = await op.ps()
+        assert len(rows) == 2
+        assert all(row.sight is None and row.trouble for row in rows), rows
+        record = await op.named(name(one(made, Role.DECODE)))
+        with pytest.raises(Exception, match="secret"):
+            await op.steer(record, draining=True, timeout_s=60)
     assert not one(made, Role.DECODE).instance.scheduler.admission.draining
 
 

@@ -73,14 +73,14 @@ def soak(*values: str) -> Any:
         soak("tp2", "", "shm"),
         soak("tp2", "tp2", "shm"),
         soak("tp3", "", "tcp"),
-        ("tp3", "tp2", "shm"),
+        soak("tp3", "tp2", "shm"),
         soak("pp2", "", "shm"),
         soak("", "pp2", "tcp"),
         ("pp2", "tp2", "shm"),
         soak("cp2", "", "shm"),
         ("cp3", "pp2", "tcp"),
         soak("tp2 pp2", "tp2", "tcp"),
-        ("tp2 cp2", "", "shm"),
+        soak("tp2 cp2", "", "shm"),
     ],
 )
 def test_tokens_equal_generate_whatever_the_parallel_sizes(
@@ -111,7 +111,7 @@ def test_decode_of_several_ranks_computes_prompts_itself(llama: Path) -> None:
     ("family", "prefill", "decode", "transport"),
     [
         ("mixtral", "tp2", "", "shm"),
-        ("qwen3-moe", "", "tp2", "tcp"),
+        soak("qwen3-moe", "", "tp2", "tcp"),
         ("qwen3-moe", "tp2", "tp2", "tcp"),
     ],
 )
@@ -129,10 +129,10 @@ def test_tensor_parallel_ranks_hold_a_part_of_every_expert(
     ("family", "prefill", "decode"),
     [
         ("qwen2", "tp2", "tp2"),
-        ("qwen2", "", "tp3"),
+        soak("qwen2", "", "tp3"),
         ("deepseek-v3", "", "tp2"),
-        ("deepseek-v3", "tp2", "tp2"),
-        ("deepseek-v3", "pp2", "tp2"),
+        soak("deepseek-v3", "tp2", "tp2"),
+        soak("deepseek-v3", "pp2", "tp2"),
     ],
 )
 def test_kv_that_several_ranks_hold_is_passed_on_among_them(
@@ -163,7 +163,7 @@ def test_layers_with_and_without_a_sliding_window_are_shared_out_unlike_on_both_
     ("prefill", "decode"),
     [
         ("tp2", "tp2"),
-        ("cp2", ""),
+        soak("cp2", ""),
         soak("", "tp2"),
         soak("tp2", ""),
         soak("tp3", ""),

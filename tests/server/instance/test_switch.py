@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import LIMITS, VOCAB, deployment, lineage_engine
+from deployment import VOCAB, deployment, lineage_config, lineage_engine
 from killable import Cluster, cluster, save_tokenizer
 
 from segue.cli.main import main
@@ -23,8 +23,6 @@ from segue.engine.engine_api import ExpertPeers
 from segue.engine.ranks.dp_group import DpGroup
 from segue.engine.request import Request, SamplingParams
 from segue.kv.ids import Role, new_incarnation
-from segue.kv.protocol.ticket import Ticket
-from segue.lab.sim.sim_engine import LineageEngine, reference
 from segue.server.fleet.operator import Operator
 from segue.server.instance.instance import Instance
 from segue.server.instance.leader import FromFrontend, Inspect
@@ -32,9 +30,9 @@ from segue.server.instance.rank_workers import OpenedReplica
 from segue.server.instance.role_lifecycle import RoleLifecycle
 from segue.server.messages.control import Load, Submit
 from segue.server.messages.operate import SetDraining, Switch
+from segue.server.messages.ticket import Ticket
 from segue.server.registry.registry_records import InstanceRecord
-from segue.server.settings.commands import InstanceConfig
-from segue.server.settings.shared_config import ModelConfig
+from segue_lab.sim.sim_engine import LineageEngine, reference
 
 TOKENS = 12
 
@@ -75,16 +73,7 @@ class Switchable:
     ) -> None:
         engine, memory = lineage_engine()
         self._engine, self._memory = engine, memory
-        config = InstanceConfig(
-            model="test",
-            role=role,
-            registry=registry,
-            transport="shm",
-            limit=LIMITS,
-            name=f"{role}-0",
-            engine=ModelConfig(page_tokens=engine.spec.page_tokens),
-            **of_dp,
-        )
+        config = lineage_config(role, registry, name=f"{role}-0", **of_dp)
         self.turns = RoleLifecycle(config, OpenedReplica(engine, memory, expert_peers=expert_peers))
         self.served: list[Instance] = []
         self.ready = threading.Event()

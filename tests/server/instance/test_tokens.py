@@ -110,16 +110,25 @@ def answer(
     return [made.front.tokens(f"{tag}{i}") for i in range(len(wanted))]
 
 
-# With the slow ones every family meets both transports, both sizes of deployment and the extremes of a chunk.
+#: One deployment for `make test`, one more for `make test-slow`: both transports, both sizes of a deployment,
+#: and the extremes of a chunk.
+SERVED = {"2P2D-tcp-16": (TWO_TWO, "tcp", 16), "1P1D-shm-whole": (ONE_ONE, "shm", WHOLE)}
+
+
+def marked(family: str, *, first: bool = False) -> list[pytest.MarkDecorator]:
+    """The `QUICK` families stand for the kinds of attention: the others go one suite further."""
+    if family in QUICK:
+        return [] if first else [pytest.mark.slow]
+    return [pytest.mark.slow if first else pytest.mark.soak]
+
+
 @pytest.mark.parametrize(
-    ("roles", "transport", "chunk_tokens"),
+    ("family", "roles", "transport", "chunk_tokens"),
     [
-        pytest.param(TWO_TWO, "tcp", 16, id="2P2D-tcp-16"),
-        pytest.param(ONE_ONE, "shm", WHOLE, id="1P1D-shm-whole", marks=pytest.mark.slow),
+        pytest.param(family, *how, id=f"{family}-{name}", marks=marked(family, first=how[0] == TWO_TWO))
+        for family in FAMILY_CONFIGS
+        for name, how in SERVED.items()
     ],
-)
-@pytest.mark.parametrize(
-    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILY_CONFIGS]
 )
 def test_each_family_equals_generate(
     family: str,
@@ -135,8 +144,7 @@ def test_each_family_equals_generate(
         assert answer(made, asked, "r") == wanted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=marked(f)) for f in FAMILY_CONFIGS])
 def test_each_family_equals_generate_where_decode_computes_half_of_the_prompts(
     family: str,
     folder: Callable[[str], Path],
@@ -173,20 +181,6 @@ def test_each_family_with_prompts_of_up_to_2000_tokens(
         assert answer(made, asked, "r") == wanted
         # Once more: now windows reach over cached pages, and decode is sent only what it lacks.
         assert answer(made, asked, "again") == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("chunk_tokens", [16, 64, 4096])
-def test_two_and_two_with_sixteen_at_once(
-    transport: str, chunk_tokens: int, folder: Callable[[str], Path]
-) -> None:
-    asked = [*prompts(2, 15, 300), [5]]
-    made_engines = engines(folder("llama"))
-    with deployment(
-        *TWO_TWO, make_engine=made_engines, transport=transport, chunk_tokens=chunk_tokens
-    ) as made:
-        assert answer(made, asked, "r") == generate(folder("llama"), asked, COUNT)
 
 
 def test_prefix_hits_on_either_side(folder: Callable[[str], Path]) -> None:
@@ -233,8 +227,12 @@ def usage_of(made: Deployment, name: str) -> Usage:
 
 
 # A page has 16 tokens. gemma3 and mistral have sliding windows that cross from cached to new pages.
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3", "deepseek-v3"])
+each_with_one_transport = pytest.mark.parametrize(
+    ("family", "transport"), [("qwen3", "shm"), ("mistral", "tcp"), ("gemma3", "shm"), ("deepseek-v3", "tcp")]
+)
+
+
+@each_with_one_transport
 def test_a_prefix_hit_on_prefill_while_decode_is_cold(
     family: str, transport: str, folder: Callable[[str], Path]
 ) -> None:
@@ -254,8 +252,7 @@ def test_a_prefix_hit_on_prefill_while_decode_is_cold(
         assert (usage.decode_cached, usage.prefill_cached, usage.computed) == (0, len(base), len(tail))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3", "deepseek-v3"])
+@each_with_one_transport
 def test_a_prefix_hit_on_decode_while_prefill_is_cold(
     family: str, transport: str, folder: Callable[[str], Path]
 ) -> None:
@@ -324,14 +321,22 @@ def test_unequal_page_sizes_between_the_sides(folder: Callable[[str], Path]) -> 
 # Penalties too: what they know of the output so far must outlive a retraction.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
+    ("family", "how"),
     [
-        {},
-        {"temperature": 0.9, "top_p": 0.95, "seed": 77, "repetition_penalty": 1.1, "presence_penalty": 0.4},
+        ("deepseek-v2", {}),
+        (
+            "llama",
+            {
+                "temperature": 0.9,
+                "top_p": 0.95,
+                "seed": 77,
+                "repetition_penalty": 1.1,
+                "presence_penalty": 0.4,
+            },
+        ),
     ],
     ids=["greedy", "seeded"],
 )
-@pytest.mark.parametrize("family", ["llama", "deepseek-v2"])
 def test_retraction_keeps_the_tokens_equal(
     family: str, how: dict[str, Any], folder: Callable[[str], Path]
 ) -> None:

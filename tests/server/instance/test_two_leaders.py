@@ -10,8 +10,8 @@ from deployment import VOCAB, Deployment, Running, deployment
 
 from segue.kv.errors import ErrorCode, PeerLost
 from segue.kv.ids import LeaderId, Role, new_incarnation
-from segue.lab.sim.sim_engine import reference
 from segue.server.instance.instance import Instance
+from segue_lab.sim.sim_engine import reference
 
 PROMPT = list(range(1, 40))
 

@@ -9,6 +9,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -133,22 +134,37 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return every
 
 
+@contextmanager
+def publishing(
+    ports: tuple[int, int], *, clock: Callable[[], float] = lambda: 5.0, dp_rank: int = 0, **config: Any
+) -> Iterator[KVPublisher]:
+    """A publisher at both ports."""
+    settings = {"kv_events_port": ports[0], "kv_events_replay_port": ports[1], "kv_events_topic": "kv"}
+    publisher = KVPublisher(KVEventsConfig(**settings | config), dp_rank, clock)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+@contextmanager
+def subscribed(ports: tuple[int, int], count: int = 1) -> Iterator[list[Subscriber]]:
+    """So many subscribers."""
+    made = [Subscriber(*ports, "kv") for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.context.destroy()
+
+
 @pytest.fixture
 def pair(ports: tuple[int, int], fast: Callable[[float], None]) -> Iterator[tuple[KVPublisher, Subscriber]]:
-    port, replay = ports
-    config = KVEventsConfig(
-        kv_events_port=port,
-        kv_events_replay_port=replay,
-        kv_events_topic="kv@x@tiny",
-        kv_events_host="localhost",
-    )
-    publisher = KVPublisher(config, 0, lambda: 5.0)
-    subscriber = Subscriber(port, replay, "kv@")
-    subscriber.until_beat()
-    fast(3600.0)
-    yield publisher, subscriber
-    publisher.close()
-    subscriber.context.destroy()
+    config = {"kv_events_topic": "kv@x@tiny", "kv_events_host": "localhost"}
+    with publishing(ports, **config) as publisher, subscribed(ports) as [subscriber]:
+        subscriber.until_beat()
+        fast(3600.0)
+        yield publisher, subscriber
 
 
 def test_a_subscriber_with_the_structs_of_vllm_reads_our_events(
@@ -193,50 +209,33 @@ def test_who_followed_an_earlier_process_sees_a_gap_and_hears_that_nothing_is_th
     ports: tuple[int, int],
 ) -> None:
     """The numbers of the next process at an address are higher: subscribers drop lower ones."""
-    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
-    earlier = KVPublisher(config, 0, lambda: 100.0)
-    subscriber = Subscriber(*ports, "kv")
-    try:
-        subscriber.until_beat()
-        earlier.publish(EVENTS[:1])
-        heard = subscriber.next()
-        earlier.close()
-        later = KVPublisher(config, 0, lambda: 160.0)
-        try:
+    with subscribed(ports) as [subscriber]:
+        with publishing(ports, clock=lambda: 100.0) as earlier:
+            subscriber.until_beat()
+            earlier.publish(EVENTS[:1])
+            heard = subscriber.next()
+        with publishing(ports, clock=lambda: 160.0):
             while subscriber.next()[1] < 160_000:  # by itself it hears of the next process
                 pass
             missed = subscriber.missed(heard[1] + 1)
             assert (missed[0][0], missed[0][1].events) == (160_000, [VCleared()])
-        finally:
-            later.close()
-    finally:
-        earlier.close()
-        subscriber.context.destroy()
 
 
 def test_who_subscribes_late_hears_that_there_was_something_and_the_others_nothing_new(
     ports: tuple[int, int],
 ) -> None:
-    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
-    publisher, first = KVPublisher(config, 0, lambda: 5.0), Subscriber(*ports, "kv")
-    try:
+    with publishing(ports) as publisher, subscribed(ports) as [first]:
         first.until_beat()
         publisher.publish(EVENTS[:1])
         stored = first.next()
         for _ in range(3):
-            late = Subscriber(*ports, "kv")
-            try:
+            with subscribed(ports) as [late]:
                 # However often it is said, no kept batch makes room for that.
                 assert late.next() == (b"kv", stored[1] + 1, VBatch(5.0, [], 0))
                 assert late.missed(stored[1])[0] == stored[1:], "what it missed is there"
-            finally:
-                late.context.destroy()
         assert first.next()[1:] == (stored[1] + 1, VBatch(5.0, [], 0))
         publisher.publish(EVENTS[1:2])
         assert first.next()[1] == stored[1] + 2
-    finally:
-        publisher.close()
-        first.context.destroy()
 
 
 @pytest.mark.slow
@@ -253,11 +252,8 @@ def test_a_replay_of_all_that_is_kept_has_its_end_however_late_it_is_read(
         pass
     for _ in range(2):
         late.req.send_multipart((b"", (0).to_bytes(8, "big")))
-        other = Subscriber(*ports, "kv@")
-        try:
+        with subscribed(ports) as [other]:
             assert other.missed(2**63) == [], "by then the first one's answer is on its way"
-        finally:
-            other.context.destroy()
         found = []
         while (frames := late.req.recv_multipart())[1] != END:
             found.append(int.from_bytes(frames[1], "big"))
@@ -335,9 +331,8 @@ def test_a_stranger_that_misses_batches_has_the_index_of_the_prefix_tree(
     pool = PagePool(24, 4)
     tree = PrefixTree(pool, 4)
     journal = PrefixJournal(tree, 4)
-    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
-    publisher, stranger = KVPublisher(config, 0), Stranger(*ports)
-    try:
+    stranger = Stranger(*ports)
+    with publishing(ports) as publisher:
         while not stranger.known:
             stranger.hear()
         fast(3600.0)
@@ -363,9 +358,7 @@ def test_a_stranger_that_misses_batches_has_the_index_of_the_prefix_tree(
             for block, prompt in stranger.index.items():
                 assert list(page_hashes(prompt, 4))[-1] == block
         assert lost > 10
-    finally:
-        stranger.context.destroy()
-        publisher.close()
+    stranger.context.destroy()
 
 
 def test_what_is_kept_for_who_missed_it_is_bounded_in_batches_and_in_bytes(
@@ -413,14 +406,10 @@ def test_each_dp_rank_has_ports_of_its_own_and_says_which_it_is(ports: tuple[int
     port, replay = sorted(ports)
     if replay - port < 4:
         replay = port + 4
-    config = KVEventsConfig(kv_events_port=port - 3, kv_events_replay_port=replay - 3, kv_events_topic="kv")
-    publisher, subscriber = KVPublisher(config, 3), Subscriber(port, replay, "kv")
-    try:
+    at = {"kv_events_port": port - 3, "kv_events_replay_port": replay - 3}
+    with publishing(ports, dp_rank=3, **at), subscribed((port, replay)) as [subscriber]:
         assert subscriber.next()[2].data_parallel_rank == 3
         assert subscriber.missed(0)[0][1].data_parallel_rank == 3
-    finally:
-        publisher.close()
-        subscriber.context.destroy()
 
 
 # ---- clients that cost more than they should ----------------------------------------------------------
@@ -476,11 +465,8 @@ def test_silent_connections_take_few_descriptors_and_no_place_of_a_router(
             ended(sock)  # the oldest of each port makes room
         publisher.publish(EVENTS[:1])
         assert subscriber.next()[2].events
-        late = Subscriber(*ports, "kv@")
-        try:
+        with subscribed(ports) as [late]:
             assert late.missed(0)[0][1].events == [VCleared()]
-        finally:
-            late.context.destroy()
         ours = len(os.listdir("/proc/self/fd")) - before - len(silent)
         assert ours < 2 * kv_publisher.MAX_PENDING + 20, "of 400 connections"
     finally:
@@ -492,13 +478,9 @@ def test_a_handshake_that_does_not_end_has_a_deadline(
     ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_publisher, "HANDSHAKE_S", 0.05)
-    publisher = KVPublisher(KVEventsConfig(kv_events_port=ports[0]), 0)
-    try:
-        with socket.create_connection(("127.0.0.1", ports[0]), 60) as sock:
-            sock.sendall(zmtp.GREETING[:30])
-            ended(sock)
-    finally:
-        publisher.close()
+    with publishing(ports), socket.create_connection(("127.0.0.1", ports[0]), 60) as sock:
+        sock.sendall(zmtp.GREETING[:30])
+        ended(sock)
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["PUB", "ROUTER"])
@@ -534,10 +516,8 @@ def test_clients_that_ask_for_nothing_make_room_and_beyond_the_limit_newcomers_a
     ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_publisher, "MAX_CLIENTS", 4)
-    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
-    publisher, first = KVPublisher(config, 0), Subscriber(*ports, "kv")
     idle = list[socket.socket]()
-    try:
+    with publishing(ports) as publisher, subscribed(ports) as [first]:
         first.until_beat()
         assert first.missed(0)
         for port, kind in ((ports[0], b"SUB"), (ports[1], b"REQ")):
@@ -546,8 +526,7 @@ def test_clients_that_ask_for_nothing_make_room_and_beyond_the_limit_newcomers_a
                 assert idle[-1].recv(100)
             for sock in idle[-5:-3]:
                 ended(sock)
-        others = [Subscriber(*ports, "kv") for _ in range(3)]
-        try:
+        with subscribed(ports, 3) as others:
             for other in others:
                 other.until_beat()
             with zmtp_client(ports[0]) as refused:
@@ -556,14 +535,8 @@ def test_clients_that_ask_for_nothing_make_room_and_beyond_the_limit_newcomers_a
             for one in (first, *others):
                 while not one.next()[2].events:
                     pass
-        finally:
-            for other in others:
-                other.context.destroy()
-    finally:
-        for sock in idle:
-            sock.close()
-        first.context.destroy()
-        publisher.close()
+    for sock in idle:
+        sock.close()
 
 
 def test_subscribers_of_one_address_do_not_keep_those_of_another_one_out(
@@ -571,9 +544,8 @@ def test_subscribers_of_one_address_do_not_keep_those_of_another_one_out(
 ) -> None:
     monkeypatch.setattr(kv_publisher, "MAX_CLIENTS", 4)
     monkeypatch.setattr(kv_publisher, "BEAT_S", 0.02)
-    publisher = KVPublisher(KVEventsConfig(kv_events_port=ports[0]), 0)
     here = list[socket.socket]()
-    try:
+    with publishing(ports):
         for address in ("127.0.1.1",) * 4 + ("127.0.1.2", "127.0.1.3"):
             here.append(zmtp_client(ports[0], address=address))
             here[-1].sendall(b"\x00\x01\x01")
@@ -584,10 +556,8 @@ def test_subscribers_of_one_address_do_not_keep_those_of_another_one_out(
             ended(refused)
         for sock in here[2:]:
             heard_a_batch(sock)
-    finally:
-        for sock in here:
-            sock.close()
-        publisher.close()
+    for sock in here:
+        sock.close()
 
 
 @pytest.mark.parametrize(("rate", "heard"), [(0.001, 63), (6400.0, 1000)])
@@ -597,24 +567,20 @@ def test_a_client_that_says_much_is_read_at_a_rate(
     """One that subscribed and unsubscribed without end occupied half a core of the instance."""
     monkeypatch.setattr(kv_publisher, "HEARD_FRAMES_S", rate)
     monkeypatch.setattr(kv_publisher, "BEAT_S", 0.02)
-    publisher = KVPublisher(KVEventsConfig(kv_events_port=ports[0]), 0)
     pong = zmtp.command(b"PONG", b"abcd")
-    try:
-        with zmtp_client(ports[0]) as client, zmtp_client(ports[0]) as other:
-            client.sendall(zmtp.command(b"PING", b"\0\1abcd") * 1000)
-            other.sendall(b"\x00\x01\x01")
-            heard_a_batch(other)
-            said = b""
-            while said.count(pong) < heard:
-                piece = client.recv(65536)
-                assert piece
-                said += piece
-            heard_a_batch(other)
-            client.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                client.recv(1)
-    finally:
-        publisher.close()
+    with publishing(ports), zmtp_client(ports[0]) as client, zmtp_client(ports[0]) as other:
+        client.sendall(zmtp.command(b"PING", b"\0\1abcd") * 1000)
+        other.sendall(b"\x00\x01\x01")
+        heard_a_batch(other)
+        said = b""
+        while said.count(pong) < heard:
+            piece = client.recv(65536)
+            assert piece
+            said += piece
+        heard_a_batch(other)
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.recv(1)
 
 
 @pytest.mark.slow
@@ -707,18 +673,14 @@ def test_many_events_are_several_batches_of_a_size_that_is_kept(
 @pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
 def test_a_client_with_heartbeats_stays(ports: tuple[int, int], kind: int) -> None:
     """libzmq sends a PING after each interval, and ends the connection without a PONG."""
-    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1])
-    publisher, context = KVPublisher(config, 0), zmq.Context()
-    try:
-        with context.socket(kind) as sock:
-            sock.setsockopt(zmq.HEARTBEAT_IVL, 20)
-            sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-            sock.setsockopt(zmq.LINGER, 0)
-            sock.connect(f"tcp://127.0.0.1:{ports[1]}")
-            sock.send_multipart(([] if kind == zmq.REQ else [b""]) + [(2**63).to_bytes(8, "big")])
-            assert sock.poll(60_000)
-            assert sock.recv_multipart()[-2:] == [END, b""]
-            assert not sock.poll(200), "PINGs are answered as such"
-    finally:
-        publisher.close()
-        context.destroy()
+    context = zmq.Context()
+    with publishing(ports), context.socket(kind) as sock:
+        sock.setsockopt(zmq.HEARTBEAT_IVL, 20)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.connect(f"tcp://127.0.0.1:{ports[1]}")
+        sock.send_multipart(([] if kind == zmq.REQ else [b""]) + [(2**63).to_bytes(8, "big")])
+        assert sock.poll(60_000)
+        assert sock.recv_multipart()[-2:] == [END, b""]
+        assert not sock.poll(200), "PINGs are answered as such"
+    context.destroy()

@@ -126,3 +126,24 @@ def test_an_instance_logs_failed_requests_as_warnings_and_the_rest_for_debugging
     assert {line["request_id"] for line in lines(out)} == {"mine-0~1"}
     text = "event=ended seconds=1.500 code=PEER_LOST reason='prefill is gone'"
     assert lines(out)[-1]["message"] == text
+
+
+def test_a_line_of_text_tells_the_terminal_nothing() -> None:
+    out = logged(LogConfig())
+    harmful = "\x1b[2J\r\n2026 INFO forged \x9b\u202e"
+    log = logging.getLogger("segue.test")
+    log.warning("event=%s", harmful, extra=logs.about(harmful))
+    try:
+        raise ValueError(harmful)
+    except ValueError:
+        log.exception("event=bug")
+    written = out.getvalue().removesuffix("\n").split("\n")
+    assert all(line.isprintable() for line in written)
+    assert written[0].endswith(
+        r"event=\x1b[2J\r\n2026 INFO forged \x9b\u202e request_id=\x1b[2J\r\n2026 INFO forged \x9b\u202e"
+    )
+
+
+def test_a_sentence_of_a_command_tells_the_terminal_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.say("two\nlines \x1b[2J")
+    assert capsys.readouterr().err == "segue: two\nlines \\x1b[2J\n"

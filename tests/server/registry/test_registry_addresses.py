@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -77,19 +77,10 @@ async def client(url: str) -> AsyncIterator[RegistryClient]:
         await registry.aclose()
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def ran() -> None:
-        asyncio.run(test())
-
-    ran.__name__ = test.__name__
-    return ran
-
-
 def static(*ports: int) -> str:
     return "static://" + ",".join(f"127.0.0.1:{port}" for port in ports)
 
 
-@run
 async def test_an_instance_is_shown_once_all_its_addresses_answer_and_without_those_that_end() -> None:
     ranks = [Rank(record(A, dp_rank=rank, dp_size=2)) for rank in range(2)]
     ports = [await rank.listen() for rank in ranks]
@@ -116,7 +107,6 @@ async def test_an_instance_is_shown_once_all_its_addresses_answer_and_without_th
             await rank.node.close()
 
 
-@run
 async def test_a_name_stands_for_all_addresses_that_it_resolves_to_at_the_time() -> None:
     rank = Rank(record(A))
     port = await rank.listen()
@@ -138,7 +128,6 @@ async def test_a_name_stands_for_all_addresses_that_it_resolves_to_at_the_time()
     await rank.node.close()
 
 
-@run
 async def test_instances_stay_while_nobody_answers_for_their_name() -> None:
     rank, asked = Rank(record(A)), asyncio.Semaphore(0)
     port, away = await rank.listen(), False
@@ -161,7 +150,6 @@ async def test_instances_stay_while_nobody_answers_for_their_name() -> None:
         assert await anext(watch) == []
 
 
-@run
 async def test_who_has_another_secret_or_the_record_of_somebody_else_is_not_shown() -> None:
     stranger, liar = Rank(record(A), secret=b"a secret of others"), Rank(record(B), me=LeaderId(C))
     true, other = Rank(record(C, dp_rank=0)), Rank(record(B), role=Role.DECODE)
@@ -172,7 +160,6 @@ async def test_who_has_another_secret_or_the_record_of_somebody_else_is_not_show
         await rank.node.close()
 
 
-@run
 async def test_all_that_serve_are_found_and_whoever_asks_for_one_role_is_shown_that_one() -> None:
     roles = {A: Role.PREFILL, B: Role.DECODE, C: Role.UNIFIED}
     ranks = [Rank(record(who, role=role)) for who, role in roles.items()]
@@ -186,7 +173,6 @@ async def test_all_that_serve_are_found_and_whoever_asks_for_one_role_is_shown_t
     assert len(asyncio.all_tasks()) == 1, "a client that was closed dials nobody any more"
 
 
-@run
 async def test_whoever_goes_is_off_the_list_at_once_and_not_with_the_next_look() -> None:
     address_backend.AGAIN_S = 3600.0  # the fixture sets it back
     ranks = [Rank(record(who)) for who in (A, B)]
@@ -198,7 +184,6 @@ async def test_whoever_goes_is_off_the_list_at_once_and_not_with_the_next_look()
     await ranks[0].node.close()
 
 
-@run
 async def test_no_more_sessions_are_opened_than_addresses_may_be_named() -> None:
     address_backend.MAX_ADDRESSES, most = 2, address_backend.MAX_ADDRESSES
     try:
@@ -222,11 +207,10 @@ async def test_no_more_sessions_are_opened_than_addresses_may_be_named() -> None
         address_backend.MAX_ADDRESSES = most
 
 
-@run
 async def test_instances_start_with_nobody_there_and_rooms_are_refused_with_what_to_do() -> None:
     async with client(static(1)) as registry:
         await registry.register(record(A))
-        await registry.set_draining(A, True)
+        await registry.set_draining(True)
         with pytest.raises(InvalidRequest, match="--load-balance follow_bootstrap_room"):
             await registry.register_room(5, LeaderId(A), ttl_s=5)
         with pytest.raises(InvalidRequest, match="name the rank"):
@@ -270,7 +254,6 @@ def test_addresses_of_ipv6_stand_in_brackets() -> None:
     assert registry_places("static://[::1]:5,10.0.0.1:6") == [("::1", 5), ("10.0.0.1", 6)]
 
 
-@run
 async def test_an_instance_that_ends_its_session_as_it_opens_is_dialled_again() -> None:
     """Its end is heard before whoever dialled it is told that there is a session."""
 
@@ -294,21 +277,18 @@ async def test_an_instance_that_ends_its_session_as_it_opens_is_dialled_again() 
     await rank.node.close()
 
 
-def test_what_was_said_of_addresses_is_kept_for_a_bounded_number_of_them(
+async def test_what_was_said_of_addresses_is_kept_for_a_bounded_number_of_them(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name that resolves to others each time, say: nobody answers at any of them."""
     monkeypatch.setattr(address_backend, "MAX_ADDRESSES", 4)
     caplog.set_level("INFO", "segue.server.registry")
 
-    async def main() -> None:
-        async with client(static(1)) as registry:
-            backend = registry.backend
-            assert isinstance(backend, address_backend.AddressBackend)
-            for number in range(20):
-                backend._say(("10.0.0.1", number), "refused")
-                backend._say(("10.0.0.1", number), "refused")
-                assert len(backend._said) <= 8
-
-    asyncio.run(main())
+    async with client(static(1)) as registry:
+        backend = registry.backend
+        assert isinstance(backend, address_backend.AddressBackend)
+        for number in range(20):
+            backend._say(("10.0.0.1", number), "refused")
+            backend._say(("10.0.0.1", number), "refused")
+            assert len(backend._said) <= 8
     assert len([m for m in caplog.messages if "10.0.0.1" in m]) == 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
 import pytest
 
@@ -45,14 +45,6 @@ class Waiting:
         self.spoke.set()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(120):
-            await test()
-
-    asyncio.run(bounded())
-
-
 async def answers(status: bytes, served: asyncio.Event, port: int) -> asyncio.Server:
     """Something at `port` that answers every request with `status`."""
 
@@ -66,111 +58,81 @@ async def answers(status: bytes, served: asyncio.Event, port: int) -> asyncio.Se
     return await asyncio.start_server(answer, "127.0.0.1", port)
 
 
-def test_a_registry_that_comes_late_is_waited_for_and_said_at_once() -> None:
-    async def test() -> None:
-        one = Waiting()
-        await one.spoke.wait()
-        assert (
-            f"waiting for the registry, 60 s at most: the registry at http://127.0.0.1:{one.port}"
-            in one.said[0]
-        )
-        assert not one.task.done()
-        server = await serve("127.0.0.1", one.port, secret=SECRET, limits=LIMITS)
-        assert await one.task is True
-        await server.close()
-
-    run(test)
+async def test_a_registry_that_comes_late_is_waited_for_and_said_at_once() -> None:
+    one = Waiting()
+    await one.spoke.wait()
+    assert (
+        f"waiting for the registry, 60 s at most: the registry at http://127.0.0.1:{one.port}" in one.said[0]
+    )
+    assert not one.task.done()
+    server = await serve("127.0.0.1", one.port, secret=SECRET, limits=LIMITS)
+    assert await one.task is True
+    await server.close()
 
 
-def test_one_that_never_comes_is_given_up_by_name_and_setting() -> None:
-    async def test() -> None:
-        for wait_s in (
-            0.3,
-            3.0,
-            30.0,
-        ):  # that its time is over when it has first asked is the machine's doing
-            one = Waiting(wait_s=wait_s)
-            said = rf"{one.port} cannot be reached.*{wait_s:g} s \(--registry-wait-s\)"
-            with pytest.raises(BootstrapUnreachable, match=said):
-                await one.task
-            if one.said:
-                break
-        assert len(one.said) == 1
-
-    run(test)
-
-
-def test_with_no_time_to_wait_it_is_asked_once() -> None:
-    async def test() -> None:
-        one = Waiting(wait_s=0.0)
-        with pytest.raises(BootstrapUnreachable):
+async def test_one_that_never_comes_is_given_up_by_name_and_setting() -> None:
+    for wait_s in (
+        0.3,
+        3.0,
+        30.0,
+    ):  # that its time is over when it has first asked is the machine's doing
+        one = Waiting(wait_s=wait_s)
+        said = rf"{one.port} cannot be reached.*{wait_s:g} s \(--registry-wait-s\)"
+        with pytest.raises(BootstrapUnreachable, match=said):
             await one.task
-        assert one.said == []
-
-    run(test)
-
-
-def test_whoever_is_asked_to_stop_stops_waiting() -> None:
-    async def test() -> None:
-        one = Waiting()
-        await one.spoke.wait()
-        one.stop.set()
-        assert await one.task is False
-
-    run(test)
+        if one.said:
+            break
+    assert len(one.said) == 1
 
 
-def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        loop, held, known = asyncio.get_running_loop(), HeldPort(), asyncio.Event()
-        original = loop.getaddrinfo
-
-        async def getaddrinfo(host: str | bytes | None, *rest: object, **more: object) -> object:
-            if host in ("segue-prefill", b"segue-prefill"):
-                if not known.is_set():
-                    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-                host = "127.0.0.1"
-            return await original(host, *rest, **more)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-        one = Waiting(url=f"http://segue-prefill:{held.port}", held=held)
-        await one.spoke.wait()
-        server = await serve("127.0.0.1", held.port, secret=SECRET, limits=LIMITS)
-        known.set()
-        assert await one.task is True
-        await server.close()
-
-    run(test)
+async def test_with_no_time_to_wait_it_is_asked_once() -> None:
+    one = Waiting(wait_s=0.0)
+    with pytest.raises(BootstrapUnreachable):
+        await one.task
+    assert one.said == []
 
 
-@pytest.mark.parametrize(
-    "status",
-    [
-        b"502 Bad Gateway",
-        b"503 Service Unavailable",
-        b"504 Gateway Timeout",
-        b"429 Too Many Requests",
-        b"500 Internal Server Error",
-        b"408 Request Timeout",
-        b"522 Connection Timed Out",
-    ],
-)
-def test_a_proxy_with_nobody_behind_it_is_waited_for(status: bytes) -> None:
-    async def test() -> None:
-        one, served = Waiting(), asyncio.Event()
-        proxy = await answers(status, served, one.port)
-        await served.wait()
-        await one.spoke.wait()
-        proxy.close()
-        await proxy.wait_closed()
-        server = await serve("127.0.0.1", one.port, secret=SECRET, limits=LIMITS)
-        assert await one.task is True
-        await server.close()
-
-    run(test)
+async def test_whoever_is_asked_to_stop_stops_waiting() -> None:
+    one = Waiting()
+    await one.spoke.wait()
+    one.stop.set()
+    assert await one.task is False
 
 
-def test_what_time_heals_is_asked_again_and_said_once() -> None:
+async def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, held, known = asyncio.get_running_loop(), HeldPort(), asyncio.Event()
+    original = loop.getaddrinfo
+
+    async def getaddrinfo(host: str | bytes | None, *rest: object, **more: object) -> object:
+        if host in ("segue-prefill", b"segue-prefill"):
+            if not known.is_set():
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            host = "127.0.0.1"
+        return await original(host, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    one = Waiting(url=f"http://segue-prefill:{held.port}", held=held)
+    await one.spoke.wait()
+    server = await serve("127.0.0.1", held.port, secret=SECRET, limits=LIMITS)
+    known.set()
+    assert await one.task is True
+    await server.close()
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504, 522])
+async def test_a_proxy_with_nobody_behind_it_is_waited_for(status: int) -> None:
+    one, served = Waiting(), asyncio.Event()
+    proxy = await answers(b"%d Because" % status, served, one.port)
+    await served.wait()
+    await one.spoke.wait()
+    proxy.close()
+    await proxy.wait_closed()
+    server = await serve("127.0.0.1", one.port, secret=SECRET, limits=LIMITS)
+    assert await one.task is True
+    await server.close()
+
+
+async def test_what_time_heals_is_asked_again_and_said_once() -> None:
     answers_: list[SegueError | None] = [
         BootstrapUnreachable("it restarts"),
         BootstrapTimeout("it restarts"),
@@ -186,35 +148,29 @@ def test_what_time_heals_is_asked_again_and_said_once() -> None:
     def asked(stop: asyncio.Event) -> Awaitable[bool]:
         return until_answered(ask, wait_s=60, stop=stop, say=said.append)
 
-    async def test() -> None:
-        assert await asked(asyncio.Event())
-        assert answers_ == []
-        assert len(said) == 1
-        assert "it restarts" in said[0]
-        answers_.extend([PeerRefused("no"), BootstrapUnreachable("away")])
-        with pytest.raises(PeerRefused):
-            await asked(asyncio.Event())
-        stop = asyncio.Event()
-        stop.set()
-        assert not await asked(stop)
-
-    run(test)
+    assert await asked(asyncio.Event())
+    assert answers_ == []
+    assert len(said) == 1
+    assert "it restarts" in said[0]
+    answers_.extend([PeerRefused("no"), BootstrapUnreachable("away")])
+    with pytest.raises(PeerRefused):
+        await asked(asyncio.Event())
+    stop = asyncio.Event()
+    stop.set()
+    assert not await asked(stop)
 
 
-def test_what_time_does_not_heal_is_raised_at_once() -> None:
-    async def test() -> None:
-        one = Waiting()
-        stranger = await answers(b"404 Not Found", asyncio.Event(), one.port)
-        with pytest.raises(PeerRefused, match="is no segue registry"):
-            await one.task
-        stranger.close()
-        other = Waiting()
-        server = await serve("127.0.0.1", other.port, secret=SECRET[::-1], limits=LIMITS)
-        with pytest.raises(Unauthorized):
-            await other.task
-        await server.close()
-
-    run(test)
+async def test_what_time_does_not_heal_is_raised_at_once() -> None:
+    one = Waiting()
+    stranger = await answers(b"404 Not Found", asyncio.Event(), one.port)
+    with pytest.raises(PeerRefused, match="is no segue registry"):
+        await one.task
+    stranger.close()
+    other = Waiting()
+    server = await serve("127.0.0.1", other.port, secret=SECRET[::-1], limits=LIMITS)
+    with pytest.raises(Unauthorized):
+        await other.task
+    await server.close()
 
 
 def test_pauses_grow_to_a_bound_and_differ_between_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ import pytest
 from registry_records import A, record
 
 from segue.kv.clock import VirtualClock
+from segue.kv.io import MonotonicClock
 from segue.server.registry.registry_records import RoomRecord
 from segue.server.registry.registry_store import RegistryStore
-from segue.server.registry.waiting import ASLEEP_S, LOOK_S, AwakeClock, StoreWaiter, SystemClock
+from segue.server.registry.waiting import ASLEEP_S, LOOK_S, AwakeClock, StoreBackend
 
 TTL_S = 10.0
 
@@ -40,8 +41,8 @@ def test_an_instance_outlives_the_registrys_sleep_but_not_its_own_silence() -> N
 
 
 @pytest.mark.slow
-def test_the_timer_looks_often_though_nothing_is_due() -> None:
-    class Counting(SystemClock):
+async def test_the_timer_looks_often_though_nothing_is_due() -> None:
+    class Counting(MonotonicClock):
         looks = 0
         often = asyncio.Event()
 
@@ -51,40 +52,34 @@ def test_the_timer_looks_often_though_nothing_is_due() -> None:
                 self.often.set()
             return super().now()
 
-    async def run() -> None:
-        clock = Counting()
-        store = RegistryStore(clock, ttl_s=3600.0)
-        waiter = StoreWaiter(store, clock)
-        store.register(record(), 0)
-        try:
-            assert not clock.often.is_set()
-            async with asyncio.timeout(60):
-                await clock.often.wait()
-        finally:
-            waiter.close()
-
-    asyncio.run(run())
+    clock = Counting()
+    store = RegistryStore(clock, ttl_s=3600.0)
+    backend = StoreBackend(store, clock)
+    store.register(record(), 0)
+    try:
+        assert not clock.often.is_set()
+        async with asyncio.timeout(60):
+            await clock.often.wait()
+    finally:
+        await backend.close()
 
 
-def test_one_timer_is_held_however_often_the_next_expiry_comes_nearer() -> None:
-    async def run() -> None:
-        loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
-        normal = loop.call_later
+async def test_one_timer_is_held_however_often_the_next_expiry_comes_nearer() -> None:
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    normal = loop.call_later
 
-        def noted(*args: Any) -> asyncio.TimerHandle:
-            timers.append(normal(*args))
-            return timers[-1]
+    def noted(*args: Any) -> asyncio.TimerHandle:
+        timers.append(normal(*args))
+        return timers[-1]
 
-        loop.call_later = noted  # type: ignore[method-assign, assignment]
-        clock = VirtualClock()
-        store = RegistryStore(clock, ttl_s=1000.0)
-        waiter = StoreWaiter(store, clock)
-        store.register(record(), 0)
-        for room in range(1, 6):
-            store.register_room(room, RoomRecord(incarnation=A, dp_rank=0, ttl_s=100.0 / room))
-        assert len(timers) > 5
-        assert sum(not timer.cancelled() for timer in timers) == 1
-        waiter.close()
-        assert all(timer.cancelled() for timer in timers)
-
-    asyncio.run(run())
+    loop.call_later = noted  # type: ignore[method-assign, assignment]
+    clock = VirtualClock()
+    store = RegistryStore(clock, ttl_s=1000.0)
+    backend = StoreBackend(store, clock)
+    store.register(record(), 0)
+    for room in range(1, 6):
+        store.register_room(room, RoomRecord(incarnation=A, dp_rank=0, ttl_s=100.0 / room))
+    assert len(timers) > 5
+    assert sum(not timer.cancelled() for timer in timers) == 1
+    await backend.close()
+    assert all(timer.cancelled() for timer in timers)

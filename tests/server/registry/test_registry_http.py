@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -30,6 +30,7 @@ from segue.kv.errors import (
     Unauthorized,
 )
 from segue.kv.ids import LeaderId, Role
+from segue.kv.io import MonotonicClock
 from segue.kv.limits import Limits
 from segue.server.http.guarded_http import ErrorBody
 from segue.server.registry import backends
@@ -38,7 +39,7 @@ from segue.server.registry.message_headers import DIGEST_HEADER, bearer_token, d
 from segue.server.registry.registry_records import InstanceList, RoomRecord
 from segue.server.registry.registry_server import MAX_BODY_BYTES, MAX_WAIT_S, registry_app, serve
 from segue.server.registry.registry_store import RegistryStore
-from segue.server.registry.waiting import StoreWaiter, SystemClock
+from segue.server.registry.waiting import StoreBackend
 from tls_files import Authority
 
 
@@ -46,14 +47,14 @@ from tls_files import Authority
 async def api(
     secret: bytes | None = None, *, token: str | None = None, client: tuple[str, int] = ("127.0.0.1", 1)
 ) -> AsyncIterator[tuple[httpx.AsyncClient, RegistryStore]]:
-    store = RegistryStore(SystemClock(), ttl_s=600.0)
-    waiter = StoreWaiter(store, SystemClock())
-    app = registry_app(store, secret, Limits(), waiter=waiter)
+    store = RegistryStore(MonotonicClock(), ttl_s=600.0)
+    backend = StoreBackend(store)
+    app = registry_app(backend, secret)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     transport = httpx.ASGITransport(app=app, client=client)
     async with httpx.AsyncClient(transport=transport, base_url="http://registry", headers=headers) as http:
         yield http, store
-    waiter.close()
+    await backend.close()
 
 
 def code(answer: httpx.Response) -> ErrorCode:
@@ -64,7 +65,7 @@ def rank(incarnation: str = A, dp_rank: object = 0) -> str:
     return f"/v1/instances/{incarnation}/ranks/{dp_rank}"
 
 
-def test_an_alert_after_the_handshake_is_a_registry_that_may_not_accept_our_certificate(
+async def test_an_alert_after_the_handshake_is_a_registry_that_may_not_accept_our_certificate(
     tmp_path: Path,
 ) -> None:
     def alert(request: httpx.Request) -> httpx.Response:
@@ -72,114 +73,99 @@ def test_an_alert_after_the_handshake_is_a_registry_that_may_not_accept_our_cert
         error.reason = "SSLV3_ALERT_BAD_CERTIFICATE"
         raise error
 
-    async def main() -> None:
-        tls, transport = Authority(tmp_path).issue().load(), httpx.MockTransport(alert)
-        backend = HttpBackend("https://127.0.0.1:1", None, Limits(), tls, transport)
-        with pytest.raises(BootstrapUnreachable, match=r"bad certificate.*; it may not accept our"):
-            await backend.instances(None, None, 1.0)
-        await backend.close()
-
-    asyncio.run(main())
+    tls, transport = Authority(tmp_path).issue().load(), httpx.MockTransport(alert)
+    backend = HttpBackend("https://127.0.0.1:1", None, Limits(), tls, transport)
+    with pytest.raises(BootstrapUnreachable, match=r"bad certificate.*; it may not accept our"):
+        await backend.instances(None, None, 1.0)
+    await backend.close()
 
 
-def test_register_list_drain_and_leave() -> None:
-    async def main() -> None:
-        async with api() as (http, _):
-            body = msgspec.json.encode(record())
-            assert (await http.put(rank(), content=body)).status_code == 200
-            assert (await http.put(rank(), content=body)).status_code == 200
-            await http.put(f"/v1/instances/{A}/draining", json={"draining": True})
-            answer = await http.get("/v1/instances", params={"role": "prefill"})
-            (instance,) = msgspec.json.decode(answer.content, type=InstanceList).instances
-            assert instance.ready
-            assert instance.draining
-            assert not (await http.get("/v1/instances?role=decode")).json()["instances"]
-            assert (await http.delete(rank())).status_code == 200
-            assert not (await http.get("/v1/instances")).json()["instances"]
-            assert (await http.get("/v1/health")).json() == {"status": "ok"}
-            assert (await http.get("/ready")).json() == {"ready": True, "reason": "ready"}
-
-    asyncio.run(main())
+async def test_register_list_drain_and_leave() -> None:
+    async with api() as (http, _):
+        body = msgspec.json.encode(record())
+        assert (await http.put(rank(), content=body)).status_code == 200
+        assert (await http.put(rank(), content=body)).status_code == 200
+        await http.put(f"/v1/instances/{A}/draining", json={"draining": True})
+        answer = await http.get("/v1/instances", params={"role": "prefill"})
+        (instance,) = msgspec.json.decode(answer.content, type=InstanceList).instances
+        assert instance.ready
+        assert instance.draining
+        assert not (await http.get("/v1/instances?role=decode")).json()["instances"]
+        assert (await http.delete(rank())).status_code == 200
+        assert not (await http.get("/v1/instances")).json()["instances"]
+        assert (await http.get("/v1/health")).json() == {"status": "ok"}
+        assert (await http.get("/ready")).json() == {"ready": True, "reason": "ready"}
 
 
-def test_a_query_that_was_changed_on_its_way_does_nothing_and_may_be_repeated() -> None:
-    async def main() -> None:
-        async with api() as (http, store):
-            body = msgspec.json.encode(record())
-            digest, version = digest_of(b"PUT " + rank().encode(), body), store.version
-            for path, content in (
-                (rank(), body.replace(b"127.0.0.1", b"127.0.0.3")),
-                (rank(dp_rank=1), body),
-            ):
-                answer = await http.put(path, content=content, headers={DIGEST_HEADER: digest})
-                assert code(answer) is ErrorCode.CHECKSUM_MISMATCH
-                assert answer.json()["error"]["retryable"]
-            assert (await http.get("/v1/instances", headers={DIGEST_HEADER: digest})).status_code == 500
-            await http.put(rank(), content=body)
-            version = store.version
-            for path in (rank(), rank(dp_rank=1)):  # another rank would leave in the place of the one
-                answer = await http.delete(path, headers={DIGEST_HEADER: digest})
-                assert code(answer) is ErrorCode.CHECKSUM_MISMATCH
-            for method, path, content in (
-                ("PUT", rank().replace("ranks", "ranku"), body),
-                ("GET", "/v1/instancds", b""),
-                ("DELETE", "/w1/instances", b""),
-            ):
-                headers = {DIGEST_HEADER: digest}
-                answer = await http.request(method, path, content=content, headers=headers)
-                assert code(answer) is ErrorCode.CHECKSUM_MISMATCH, path
-            assert store.version == version
-            right = {DIGEST_HEADER: digest_of(b"GET /v1/nothing", b"")}
-            assert code(await http.get("/v1/nothing", headers=right)) is ErrorCode.NOT_FOUND
-            assert (await http.put(rank(), content=body, headers={DIGEST_HEADER: digest})).status_code == 200
-            answer = await http.get("/v1/instances")
-            assert answer.headers[DIGEST_HEADER] == digest_of(b"200", answer.content)
-
-    asyncio.run(main())
+async def test_a_query_that_was_changed_on_its_way_does_nothing_and_may_be_repeated() -> None:
+    async with api() as (http, store):
+        body = msgspec.json.encode(record())
+        digest, version = digest_of(b"PUT " + rank().encode(), body), store.version
+        for path, content in (
+            (rank(), body.replace(b"127.0.0.1", b"127.0.0.3")),
+            (rank(dp_rank=1), body),
+        ):
+            answer = await http.put(path, content=content, headers={DIGEST_HEADER: digest})
+            assert code(answer) is ErrorCode.CHECKSUM_MISMATCH
+            assert answer.json()["error"]["retryable"]
+        assert (await http.get("/v1/instances", headers={DIGEST_HEADER: digest})).status_code == 500
+        await http.put(rank(), content=body)
+        version = store.version
+        for path in (rank(), rank(dp_rank=1)):  # another rank would leave in the place of the one
+            answer = await http.delete(path, headers={DIGEST_HEADER: digest})
+            assert code(answer) is ErrorCode.CHECKSUM_MISMATCH
+        for method, path, content in (
+            ("PUT", rank().replace("ranks", "ranku"), body),
+            ("GET", "/v1/instancds", b""),
+            ("DELETE", "/w1/instances", b""),
+        ):
+            headers = {DIGEST_HEADER: digest}
+            answer = await http.request(method, path, content=content, headers=headers)
+            assert code(answer) is ErrorCode.CHECKSUM_MISMATCH, path
+        assert store.version == version
+        right = {DIGEST_HEADER: digest_of(b"GET /v1/nothing", b"")}
+        assert code(await http.get("/v1/nothing", headers=right)) is ErrorCode.NOT_FOUND
+        assert (await http.put(rank(), content=body, headers={DIGEST_HEADER: digest})).status_code == 200
+        answer = await http.get("/v1/instances")
+        assert answer.headers[DIGEST_HEADER] == digest_of(b"200", answer.content)
 
 
-def test_a_secret_of_which_one_bit_was_changed_on_its_way_is_no_wrong_secret() -> None:
-    async def main() -> None:
-        asked = 0
+async def test_a_secret_of_which_one_bit_was_changed_on_its_way_is_no_wrong_secret() -> None:
+    asked = 0
 
-        async def answer(request: httpx.Request) -> httpx.Response:
-            nonlocal asked
-            asked += 1
-            if asked > 1:
-                return httpx.Response(200, content=b"{}")
-            error = Unauthorized("the registry needs the deployment's secret")
-            return httpx.Response(401, content=msgspec.json.encode(ErrorBody(error.info)))
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            return httpx.Response(200, content=b"{}")
+        error = Unauthorized("the registry needs the deployment's secret")
+        return httpx.Response(401, content=msgspec.json.encode(ErrorBody(error.info)))
 
-        backend = HttpBackend("http://r:1", SECRET, Limits(), None, httpx.MockTransport(answer))
-        await backend.put_room(5, RoomRecord(incarnation=A, dp_rank=0, ttl_s=1.0))
-        assert asked == 2
-        await backend.close()
-
-    asyncio.run(main())
+    backend = HttpBackend("http://r:1", SECRET, Limits(), None, httpx.MockTransport(answer))
+    await backend.put_room(5, RoomRecord(incarnation=A, dp_rank=0, ttl_s=1.0))
+    assert asked == 2
+    await backend.close()
 
 
 @pytest.mark.parametrize("cls", [c for c in SegueError.__subclasses__() if c is not Unauthorized])
-def test_every_other_error_is_an_answer_and_the_caller_decides_whether_it_is_asked_again(
+async def test_every_other_error_is_an_answer_and_the_caller_decides_whether_it_is_asked_again(
     cls: type[SegueError],
 ) -> None:
-    async def main() -> None:
-        asked = 0
+    asked = 0
 
-        async def answer(request: httpx.Request) -> httpx.Response:
-            nonlocal asked
-            asked += 1
-            body = msgspec.json.encode(ErrorBody(cls("because").info))
-            return httpx.Response(
-                cls.status, content=body, headers={DIGEST_HEADER: digest_of(b"%d" % cls.status, body)}
-            )
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        body = msgspec.json.encode(ErrorBody(cls("because").info))
+        return httpx.Response(
+            cls.status, content=body, headers={DIGEST_HEADER: digest_of(b"%d" % cls.status, body)}
+        )
 
-        backend = HttpBackend("http://r:1", SECRET, Limits(), None, httpx.MockTransport(answer))
-        with pytest.raises(cls, match="because"):
-            await backend.delete(LeaderId(A))
-        assert asked == 1
-        await backend.close()
-
-    asyncio.run(main())
+    backend = HttpBackend("http://r:1", SECRET, Limits(), None, httpx.MockTransport(answer))
+    with pytest.raises(cls, match="because"):
+        await backend.delete(LeaderId(A))
+    assert asked == 1
+    await backend.close()
 
 
 class Endless(httpx.AsyncByteStream):
@@ -200,78 +186,56 @@ class Endless(httpx.AsyncByteStream):
     [(100, 200, PeerRefused, 17), (100, 503, PeerRefused, 17), (3, 200, BootstrapTimeout, 3)],
     ids=["large", "large error", "slow"],
 )
-def test_an_answer_has_a_bound_and_one_deadline(
+async def test_an_answer_has_a_bound_and_one_deadline(
     count: int, status: int, error: type[SegueError], sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each read had a limit of its own, and nothing counted the bytes."""
     monkeypatch.setattr(backends, "MAX_ANSWER", 2**20)
 
-    async def main() -> None:
-        body, asked = Endless(count), list[str]()
+    body, asked = Endless(count), list[str]()
 
-        def answer(request: httpx.Request) -> httpx.Response:
-            asked.append(request.headers["Accept-Encoding"])
-            return httpx.Response(status, stream=body)
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers["Accept-Encoding"])
+        return httpx.Response(status, stream=body)
 
-        limits = Limits(connect_s=0.05)
-        backend = HttpBackend("http://r:1", SECRET, limits, None, httpx.MockTransport(answer))
-        with pytest.raises(error):
-            await asyncio.wait_for(backend.instances(None, None, 0.0), DEADLINE_S)
-        assert (body.sent, asked) == (sent, ["identity"])
-        await backend.close()
-
-    asyncio.run(main())
+    limits = Limits(connect_s=0.05)
+    backend = HttpBackend("http://r:1", SECRET, limits, None, httpx.MockTransport(answer))
+    with pytest.raises(error):
+        await asyncio.wait_for(backend.instances(None, None, 0.0), DEADLINE_S)
+    assert (body.sent, asked) == (sent, ["identity"])
+    await backend.close()
 
 
 @pytest.mark.parametrize(
     "token", [None, "", "wrong", bearer_token(b"another secret!!"), SECRET.decode(), "é"]
 )
-def test_lesson_18_nothing_is_registered_without_the_secret(token: str | None) -> None:
-    async def main() -> None:
-        async with api(SECRET) as (http, store):
-            headers = {} if token is None else {"Authorization": f"Bearer {token}".encode()}
-            calls = [
-                ("PUT", rank(), msgspec.json.encode(record())),
-                ("GET", "/v1/instances", b""),
-                ("DELETE", rank(), b""),
-                ("PUT", f"/v1/instances/{A}/draining", b'{"draining": true}'),
-                ("PUT", "/v1/rooms/5", b"{}"),
-                ("GET", "/v1/rooms/5", b""),
-            ]
-            for method, path, body in calls:
-                answer = await http.request(method, path, content=body, headers=headers)
-                assert answer.status_code == 401, path
-                assert code(answer) is ErrorCode.UNAUTHORIZED
-            assert not store.instances().instances
-            assert (await http.get("/v1/health")).status_code == 200
-
-    asyncio.run(main())
+async def test_lesson_18_nothing_is_registered_without_the_secret(token: str | None) -> None:
+    async with api(SECRET) as (http, store):
+        headers = {} if token is None else {"Authorization": f"Bearer {token}".encode()}
+        calls = [
+            ("PUT", rank(), msgspec.json.encode(record())),
+            ("GET", "/v1/instances", b""),
+            ("DELETE", rank(), b""),
+            ("PUT", f"/v1/instances/{A}/draining", b'{"draining": true}'),
+            ("PUT", "/v1/rooms/5", b"{}"),
+            ("GET", "/v1/rooms/5", b""),
+        ]
+        for method, path, body in calls:
+            answer = await http.request(method, path, content=body, headers=headers)
+            assert answer.status_code == 401, path
+            assert code(answer) is ErrorCode.UNAUTHORIZED
+        assert not store.instances().instances
+        assert (await http.get("/v1/health")).status_code == 200
 
 
-def test_with_the_secret_also_another_machine_is_answered_and_without_one_none_is() -> None:
-    async def main() -> None:
-        far = ("10.1.2.3", 5)
-        async with api(SECRET, token=bearer_token(SECRET), client=far) as (http, _):
-            assert (await http.get("/v1/instances")).status_code == 200
-        async with api(None, client=far) as (http, _):
-            answer = await http.get("/v1/instances")
-            assert answer.status_code == 401
-            assert "own machine" in answer.json()["error"]["text"]
-
-    asyncio.run(main())
-
-
-def test_lesson_18_another_content_for_the_same_incarnation_is_409() -> None:
-    async def main() -> None:
-        async with api() as (http, _):
-            await http.put(rank(), content=msgspec.json.encode(record()))
-            answer = await http.put(rank(), content=msgspec.json.encode(record(port=666)))
-            assert answer.status_code == 409
-            assert code(answer) is ErrorCode.DP_RANK_CONFLICT
-            listed = msgspec.json.decode((await http.get("/v1/instances")).content, type=InstanceList)
-            assert listed.instances[0].replicas[0].port == 9000
-
-    asyncio.run(main())
+async def test_with_the_secret_also_another_machine_is_answered_and_without_one_none_is() -> None:
+    far = ("10.1.2.3", 5)
+    async with api(SECRET, token=bearer_token(SECRET), client=far) as (http, _):
+        assert (await http.get("/v1/instances")).status_code == 200
+    async with api(None, client=far) as (http, _):
+        answer = await http.get("/v1/instances")
+        assert answer.status_code == 401
+        assert "own machine" in answer.json()["error"]["text"]
 
 
 BAD_BODIES = {
@@ -291,17 +255,14 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("body", BAD_BODIES)
-def test_lesson_17_a_wrong_body_is_a_clear_400(body: str) -> None:
-    async def main() -> None:
-        async with api() as (http, store):
-            answer = await http.put(rank(), content=BAD_BODIES[body])
-            assert answer.status_code == 400, answer.text
-            assert code(answer) is ErrorCode.INVALID_REQUEST
-            assert answer.json()["error"]["text"]
-            assert not store.instances().instances
-            assert (await http.put(rank(), content=msgspec.json.encode(record()))).status_code == 200
-
-    asyncio.run(main())
+async def test_lesson_17_a_wrong_body_is_a_clear_400(body: str) -> None:
+    async with api() as (http, store):
+        answer = await http.put(rank(), content=BAD_BODIES[body])
+        assert answer.status_code == 400, answer.text
+        assert code(answer) is ErrorCode.INVALID_REQUEST
+        assert answer.json()["error"]["text"]
+        assert not store.instances().instances
+        assert (await http.put(rank(), content=msgspec.json.encode(record()))).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -321,33 +282,27 @@ def test_lesson_17_a_wrong_body_is_a_clear_400(body: str) -> None:
         ("GET", "/", 404),
     ],
 )
-def test_wrong_questions_have_typed_answers(method: str, path: str, status: int) -> None:
-    async def main() -> None:
-        async with api() as (http, _):
-            body = msgspec.json.encode(record()) if method == "PUT" else b""
-            answer = await http.request(method, path, content=body)
-            assert answer.status_code == status
-            assert answer.json()["error"]["text"]
-
-    asyncio.run(main())
+async def test_wrong_questions_have_typed_answers(method: str, path: str, status: int) -> None:
+    async with api() as (http, _):
+        body = msgspec.json.encode(record()) if method == "PUT" else b""
+        answer = await http.request(method, path, content=body)
+        assert answer.status_code == status
+        assert answer.json()["error"]["text"]
 
 
-def test_a_bug_is_answered_as_one_by_a_registry_and_not_as_by_something_else() -> None:
-    async def main() -> None:
-        async with api() as (http, store):
-            store.register = lambda *_: {}["a bug"]  # type: ignore[method-assign, index]
-            answer = await http.put(rank(), content=msgspec.json.encode(record()))
-            assert (answer.status_code, code(answer)) == (500, ErrorCode.INTERNAL)
-            assert "a bug" not in answer.text
-            assert (await http.get("/v1/instances")).status_code == 200
-
-    asyncio.run(main())
+async def test_a_bug_is_answered_as_one_by_a_registry_and_not_as_by_something_else() -> None:
+    async with api() as (http, store):
+        store.register = lambda *_: {}["a bug"]  # type: ignore[method-assign, index]
+        answer = await http.put(rank(), content=msgspec.json.encode(record()))
+        assert (answer.status_code, code(answer)) == (500, ErrorCode.INTERNAL)
+        assert "a bug" not in answer.text
+        assert (await http.get("/v1/instances")).status_code == 200
 
 
-def test_no_query_waits_longer_than_any_may() -> None:
+async def test_no_query_waits_longer_than_any_may() -> None:
     asked: list[float] = []
 
-    class Asked(StoreWaiter):
+    class Asked(StoreBackend):
         async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
             asked.append(wait_s)
             return self.store.instances(role)
@@ -356,28 +311,22 @@ def test_no_query_waits_longer_than_any_may() -> None:
             asked.append(wait_s)
             return LeaderId(A)
 
-    async def main() -> None:
-        store = RegistryStore(SystemClock(), ttl_s=600.0)
-        transport = httpx.ASGITransport(
-            app=registry_app(store, None, Limits(), waiter=Asked(store, SystemClock())),
-            client=("127.0.0.1", 1),
-        )
-        async with httpx.AsyncClient(transport=transport, base_url="http://registry") as http:
-            for path in ("/v1/instances", "/v1/rooms/5"):
-                for wait_s in ("", "?wait_s=7", "?wait_s=1e9"):
-                    assert (await http.get(path + wait_s)).status_code == 200
-        assert asked == [0.0, 7.0, MAX_WAIT_S] * 2
-
-    asyncio.run(main())
+    store = RegistryStore(MonotonicClock(), ttl_s=600.0)
+    transport = httpx.ASGITransport(
+        app=registry_app(Asked(store), None),
+        client=("127.0.0.1", 1),
+    )
+    async with httpx.AsyncClient(transport=transport, base_url="http://registry") as http:
+        for path in ("/v1/instances", "/v1/rooms/5"):
+            for wait_s in ("", "?wait_s=7", "?wait_s=1e9"):
+                assert (await http.get(path + wait_s)).status_code == 200
+    assert asked == [0.0, 7.0, MAX_WAIT_S] * 2
 
 
-def test_a_body_beyond_the_bound_is_413() -> None:
-    async def main() -> None:
-        async with api() as (http, _):
-            answer = await http.put(rank(), content=b" " * (MAX_BODY_BYTES + 1))
-            assert answer.status_code == 413
-
-    asyncio.run(main())
+async def test_a_body_beyond_the_bound_is_413() -> None:
+    async with api() as (http, _):
+        answer = await http.put(rank(), content=b" " * (MAX_BODY_BYTES + 1))
+        assert answer.status_code == 413
 
 
 @settings(deadline=None, max_examples=60)
@@ -391,40 +340,34 @@ def test_lesson_17_no_body_breaks_the_registry(body: bytes, path: str) -> None:
     asyncio.run(main())
 
 
-def test_a_topology_query_waits_for_the_next_change_and_no_longer() -> None:
-    async def main() -> None:
-        async with api() as (http, store):
-            seen = (await http.get("/v1/instances")).json()["version"]
-            query = {"version": seen, "wait_s": DEADLINE_S}
-            waiting = asyncio.create_task(http.get("/v1/instances", params=query))
-            await _until_subscribed(store)
-            store.register(record(), 0)
-            answer = msgspec.json.decode((await waiting).content, type=InstanceList)
-            assert [i.incarnation for i in answer.instances] == [A]
-            assert answer.version != seen
-            late = await http.get("/v1/instances", params={"version": answer.version, "wait_s": 0.01})
-            assert late.json()["version"] == answer.version
-            assert not store.subscribed(0)
-
-    asyncio.run(main())
+async def test_a_topology_query_waits_for_the_next_change_and_no_longer() -> None:
+    async with api() as (http, store):
+        seen = (await http.get("/v1/instances")).json()["version"]
+        query = {"version": seen, "wait_s": DEADLINE_S}
+        waiting = asyncio.create_task(http.get("/v1/instances", params=query))
+        await _until_subscribed(store)
+        store.register(record(), 0)
+        answer = msgspec.json.decode((await waiting).content, type=InstanceList)
+        assert [i.incarnation for i in answer.instances] == [A]
+        assert answer.version != seen
+        late = await http.get("/v1/instances", params={"version": answer.version, "wait_s": 0.01})
+        assert late.json()["version"] == answer.version
+        assert not store.subscribed(0)
 
 
-def test_a_room_query_is_released_by_its_registration() -> None:
-    async def main() -> None:
-        async with api() as (http, store):
-            store.register(record(dp_size=4), 0)
-            last = f"/v1/rooms/{2**64 - 1}"
-            waiting = asyncio.create_task(http.get(f"{last}?wait_s={DEADLINE_S}"))
-            await _until_subscribed(store, 2**64 - 1)
-            body = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=3, ttl_s=600))
-            assert (await http.put("/v1/rooms/7", content=body)).status_code == 200
-            assert not waiting.done()
-            assert (await http.put(last, content=body)).status_code == 200
-            assert msgspec.json.decode((await waiting).content, type=LeaderId) == LeaderId(A, 3)
-            other = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=1, ttl_s=600))
-            assert (await http.put("/v1/rooms/7", content=other)).status_code == 409
-
-    asyncio.run(main())
+async def test_a_room_query_is_released_by_its_registration() -> None:
+    async with api() as (http, store):
+        store.register(record(dp_size=4), 0)
+        last = f"/v1/rooms/{2**64 - 1}"
+        waiting = asyncio.create_task(http.get(f"{last}?wait_s={DEADLINE_S}"))
+        await _until_subscribed(store, 2**64 - 1)
+        body = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=3, ttl_s=600))
+        assert (await http.put("/v1/rooms/7", content=body)).status_code == 200
+        assert not waiting.done()
+        assert (await http.put(last, content=body)).status_code == 200
+        assert msgspec.json.decode((await waiting).content, type=LeaderId) == LeaderId(A, 3)
+        other = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=1, ttl_s=600))
+        assert (await http.put("/v1/rooms/7", content=other)).status_code == 409
 
 
 async def _until_subscribed(store: RegistryStore, topic: int = 0, count: int = 1) -> None:
@@ -433,128 +376,109 @@ async def _until_subscribed(store: RegistryStore, topic: int = 0, count: int = 1
             await asyncio.sleep(0.001)
 
 
-def test_waiting_queries_are_bounded_and_released_by_the_stop() -> None:
-    async def main() -> None:
-        store = RegistryStore(SystemClock(), ttl_s=10.0)
-        waiter = StoreWaiter(store, SystemClock(), max_waiters=2)
-        waits = [asyncio.create_task(waiter.room(n, DEADLINE_S)) for n in (1, 2)]
-        await _until_subscribed(store, 2)
-        with pytest.raises(OutOfCapacity):
-            await waiter.room(3, DEADLINE_S)
-        waiter.close()
-        with pytest.raises(Draining):  # one that comes while the server stops must not hold it up
-            await waiter.room(3, DEADLINE_S)
-        results = await asyncio.gather(*waits, return_exceptions=True)
-        assert [type(r).__name__ for r in results] == ["Draining", "Draining"]
-        assert not store.subscribed()
-
-    asyncio.run(main())
+async def test_waiting_queries_are_bounded_and_released_by_the_stop() -> None:
+    store = RegistryStore(MonotonicClock(), ttl_s=10.0)
+    backend = StoreBackend(store, max_waiters=2)
+    waits = [asyncio.create_task(backend.room(n, DEADLINE_S)) for n in (1, 2)]
+    await _until_subscribed(store, 2)
+    with pytest.raises(OutOfCapacity):
+        await backend.room(3, DEADLINE_S)
+    await backend.close()
+    with pytest.raises(Draining):  # one that comes while the server stops must not hold it up
+        await backend.room(3, DEADLINE_S)
+    results = await asyncio.gather(*waits, return_exceptions=True)
+    assert [type(r).__name__ for r in results] == ["Draining", "Draining"]
+    assert not store.subscribed()
 
 
-def test_a_query_whose_time_is_over_gives_its_place_back_and_one_that_waits_for_nothing_needs_none() -> None:
-    async def main() -> None:
-        store = RegistryStore(SystemClock(), ttl_s=10.0)
-        waiter = StoreWaiter(store, SystemClock(), max_waiters=1)
-        seen = store.instances().version
-        for _ in range(2):
-            assert await waiter.room(1, 0.01) is None
-            assert (await waiter.instances(None, seen, 0.01)).version == seen
-        held = asyncio.create_task(waiter.room(2, DEADLINE_S))
-        await _until_subscribed(store, 2)
-        assert await waiter.room(1, 0.0) is None
-        assert (await waiter.instances(None, None, DEADLINE_S)).version == seen
-        with pytest.raises(OutOfCapacity):
-            await waiter.instances(None, seen, DEADLINE_S)
-        held.cancel()
-        await asyncio.gather(held, return_exceptions=True)
-        assert not store.subscribed(2)
-        assert await waiter.room(1, 0.01) is None
-        waiter.close()
-
-    asyncio.run(main())
+async def test_a_query_whose_time_is_over_gives_its_place_back_and_one_without_a_wait_needs_none() -> None:
+    store = RegistryStore(MonotonicClock(), ttl_s=10.0)
+    backend = StoreBackend(store, max_waiters=1)
+    seen = store.instances().version
+    for _ in range(2):
+        assert await backend.room(1, 0.01) is None
+        assert (await backend.instances(None, seen, 0.01)).version == seen
+    held = asyncio.create_task(backend.room(2, DEADLINE_S))
+    await _until_subscribed(store, 2)
+    assert await backend.room(1, 0.0) is None
+    assert (await backend.instances(None, None, DEADLINE_S)).version == seen
+    with pytest.raises(OutOfCapacity):
+        await backend.instances(None, seen, DEADLINE_S)
+    held.cancel()
+    await asyncio.gather(held, return_exceptions=True)
+    assert not store.subscribed(2)
+    assert await backend.room(1, 0.01) is None
+    await backend.close()
 
 
-def test_expiry_wakes_a_waiting_query_by_itself() -> None:
-    async def main() -> None:
-        clock = VirtualClock()
-        store = RegistryStore(clock, ttl_s=10.0)
-        waiter = StoreWaiter(store, clock)
-        store.register(record(), 0)
-        seen = store.instances()
-        waiting = asyncio.create_task(waiter.instances(None, seen.version, DEADLINE_S))
-        await _until_subscribed(store)
-        clock.advance(10.1)
-        gone = await waiting
-        assert seen.instances
-        assert not gone.instances
-        waiter.close()
-
-    asyncio.run(main())
+async def test_expiry_wakes_a_waiting_query_by_itself() -> None:
+    clock = VirtualClock()
+    store = RegistryStore(clock, ttl_s=10.0)
+    backend = StoreBackend(store, clock)
+    store.register(record(), 0)
+    seen = store.instances()
+    waiting = asyncio.create_task(backend.instances(None, seen.version, DEADLINE_S))
+    await _until_subscribed(store)
+    clock.advance(10.1)
+    gone = await waiting
+    assert seen.instances
+    assert not gone.instances
+    await backend.close()
 
 
-def test_a_client_that_goes_away_leaves_no_waiting_query_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_goes_away_leaves_no_waiting_query_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
         "segue.server.registry.registry_server.MAX_WAIT_S", 3600.0
     )  # it does not end by itself
 
-    async def main() -> None:
-        server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
-        _, writer = await asyncio.open_connection(server.host, server.port)
-        writer.write(b"GET /v1/rooms/9?wait_s=3600 HTTP/1.1\r\nhost: x\r\n\r\n")
+    server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
+    _, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(b"GET /v1/rooms/9?wait_s=3600 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    await _until_subscribed(server.store, 9)
+    before = server.store.subscribed()
+    writer.close()
+    await writer.wait_closed()
+    await _until_subscribed(server.store, 9, 0)
+    assert server.store.subscribed() == before - 1, "more than its own query has ended"
+    await server.close()
+    assert not server.store.subscribed()
+
+
+async def test_who_waits_while_the_registry_stops_is_told_so() -> None:
+    server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
+    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as http:
+        waiting = asyncio.create_task(http.get("/v1/rooms/9?wait_s=30"))
         await _until_subscribed(server.store, 9)
-        before = server.store.subscribed()
-        writer.close()
-        await writer.wait_closed()
-        await _until_subscribed(server.store, 9, 0)
-        assert server.store.subscribed() == before - 1, "more than its own query has ended"
         await server.close()
-        assert not server.store.subscribed()
-
-    asyncio.run(main())
+        assert code(await waiting) is ErrorCode.DRAINING
 
 
-def test_who_waits_while_the_registry_stops_is_told_so() -> None:
-    async def main() -> None:
-        server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
-        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as http:
-            waiting = asyncio.create_task(http.get("/v1/rooms/9?wait_s=30"))
-            await _until_subscribed(server.store, 9)
-            await server.close()
-            assert code(await waiting) is ErrorCode.DRAINING
-
-    asyncio.run(main())
-
-
-def test_as_many_may_wait_as_the_queue_of_requests_says_and_not_as_a_batch_does() -> None:
-    async def main() -> None:
-        limits = Limits(max_queue=2, max_batch=1)
-        server = await serve("127.0.0.1", 0, secret=None, limits=limits)
-        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as http:
-            waiting = [asyncio.create_task(http.get(f"/v1/rooms/{n}?wait_s=30")) for n in range(1, 9)]
-            for n in range(1, 9):
-                await _until_subscribed(server.store, n)
-            assert code(await http.get("/v1/rooms/9?wait_s=30")) is ErrorCode.OUT_OF_CAPACITY
-            assert not any(one.done() for one in waiting)
-            await server.close()
-            await asyncio.gather(*waiting)
-
-    asyncio.run(main())
-
-
-def test_serving_refuses_a_port_in_use_and_a_wide_host_without_a_secret() -> None:
-    async def main() -> None:
-        server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
-        with pytest.raises(ConfigError, match=f"port {server.port} at 127.0.0.1 is in use"):
-            await serve("127.0.0.1", server.port, secret=None, limits=Limits())
-        with pytest.raises(ConfigError, match="secret"):
-            await serve("0.0.0.0", 0, secret=None, limits=Limits())
+async def test_as_many_may_wait_as_the_queue_of_requests_says_and_not_as_a_batch_does() -> None:
+    limits = Limits(max_queue=2, max_batch=1)
+    server = await serve("127.0.0.1", 0, secret=None, limits=limits)
+    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as http:
+        waiting = [asyncio.create_task(http.get(f"/v1/rooms/{n}?wait_s=30")) for n in range(1, 9)]
+        for n in range(1, 9):
+            await _until_subscribed(server.store, n)
+        assert code(await http.get("/v1/rooms/9?wait_s=30")) is ErrorCode.OUT_OF_CAPACITY
+        assert not any(one.done() for one in waiting)
         await server.close()
-        # The port is free at once, and nothing of the first server is left in the loop.
-        again = await serve("127.0.0.1", server.port, secret=None, limits=Limits())
-        await again.close()
-        with socket.socket() as probe:
-            probe.settimeout(1)
-            assert probe.connect_ex(("127.0.0.1", server.port)) != 0
-        assert len(asyncio.all_tasks()) == 1
+        await asyncio.gather(*waiting)
 
-    asyncio.run(main())
+
+async def test_serving_refuses_a_port_in_use_and_a_wide_host_without_a_secret() -> None:
+    server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
+    with pytest.raises(ConfigError, match=f"port {server.port} at 127.0.0.1 is in use"):
+        await serve("127.0.0.1", server.port, secret=None, limits=Limits())
+    with pytest.raises(ConfigError, match="secret"):
+        await serve("0.0.0.0", 0, secret=None, limits=Limits())
+    await server.close()
+    # The port is free at once, and nothing of the first server is left in the loop.
+    again = await serve("127.0.0.1", server.port, secret=None, limits=Limits())
+    await again.close()
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        assert probe.connect_ex(("127.0.0.1", server.port)) != 0
+    assert len(asyncio.all_tasks()) == 1

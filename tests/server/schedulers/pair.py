@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any, ClassVar
 
 from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
@@ -21,12 +22,12 @@ from segue.kv.layout.planner import plan_pair
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
-from segue.kv.protocol.ticket import Ticket
-from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.messages.control import Submit
+from segue.server.messages.ticket import Ticket
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.decode import DecodeScheduler
 from segue.server.schedulers.prefill import PrefillScheduler
+from segue_lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 
 FRONT = Incarnation("f" * 32)
 VOCAB = 1000
@@ -98,7 +99,10 @@ class Node(Handles):
 
 
 class Pair:
-    """Both nodes and the way between them."""
+    """Both nodes and the way between them. Each test ends with all its pairs at rest (`conftest.py`), unless
+    one does not (`rests`)."""
+
+    made: ClassVar[list[Pair]] = []
 
     def __init__(
         self,
@@ -110,6 +114,7 @@ class Pair:
         send_layers: int = 0,
         max_batch: int = 8,
         slots: tuple[int, int] = (0, 0),
+        rests: bool = True,
     ) -> None:
         self.clock = VirtualClock()
         self.prefill = Node(
@@ -125,6 +130,8 @@ class Pair:
         self.decode = Node(
             Role.DECODE, "d", self.clock, decode_pages, page_tokens[1], max_batch=max_batch, slots=slots[1]
         )
+        self.rests = rests
+        Pair.made.append(self)
         self.rooms = 0
         self.outputs: dict[str, list[Output]] = {}
         #: tells what to lose; by default nothing
@@ -142,29 +149,36 @@ class Pair:
         for node, other in ((self.prefill, self.decode), (self.decode, self.prefill)):
             node.post(events.PeerDown(other.me, PeerLost("cut").info))
 
+    def ticket(self, room: int = 0, *, attempt: int = 0, budget_s: float = 100.0, **more: Any) -> Ticket:
+        """A ticket of the newest room, or of `room`."""
+        halves = {"prefill": self.prefill.me, "decode": self.decode.me}
+        return Ticket(room=room or self.rooms, attempt=attempt, budget_s=budget_s, **(halves | more))
+
     def submit(
         self,
         name: str,
         prompt: list[int],
         max_tokens: int,
+        *,
         budget_s: float = 100.0,
         to: tuple[bool, bool] = (True, True),
-        salt: int = 0,
-    ) -> SamplingParams:
+        prefill: LeaderId | None = None,
+        **request: Any,
+    ) -> list[int]:
+        """Give a request with a room of its own to both, or to those in `to`; returns its right tokens. With
+        another `prefill` decode alone is asked; with decode itself it computes the prompt."""
         self.rooms += 1
         sampling = SamplingParams(max_tokens=max_tokens, seed=self.rooms)
-        ticket = Ticket(
-            room=self.rooms,
-            attempt=0,
-            prefill=self.prefill.me,
-            decode=self.decode.me,
-            budget_s=budget_s,
-        )
-        message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling, cache_salt=salt), ticket)
-        for node, wanted in zip((self.prefill, self.decode), to, strict=True):
-            if wanted:
+        ticket = self.ticket(budget_s=budget_s, prefill=prefill or self.prefill.me)
+        message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling, **request), ticket)
+        for node, asked in zip((self.prefill, self.decode), to, strict=True):
+            if asked and (prefill is None or node is self.decode):
                 node.scheduler.submit(FRONT, message, self.clock.now())
-        return sampling
+        return reference(prompt, sampling, VOCAB, max_tokens)
+
+    def at_decode(self, name: str, prompt: list[int], max_tokens: int) -> list[int]:
+        """Give a request to decode alone, which computes its prompt; returns its right tokens."""
+        return self.submit(name, prompt, max_tokens, prefill=self.decode.me)
 
     def transfer(self, room: int, attempt: int = 0) -> TransferId:
         """The hand-off of a room between the two."""
@@ -200,6 +214,13 @@ class Pair:
                 node.post(events.Granted(effect.transfer, effect.rank))
             case events.Phase() | events.Release() | events.Quarantined():
                 node.changed(effect)
+
+    def turns(self, count: int = 1) -> None:
+        """So many steps of both."""
+        for _ in range(count):
+            self.pump()
+            self.prefill.turn()
+            self.decode.turn()
 
     def run(self, turns: int = 10_000) -> None:
         """Until nothing moves any more."""

@@ -9,7 +9,7 @@ import pytest
 
 from segue.engine.request import Request, SamplingParams
 from segue.kv.ids import Incarnation, LeaderId
-from segue.kv.protocol.ticket import Ticket
+from segue.server.messages.ticket import Ticket
 from segue.server.schedulers import fair_queue
 from segue.server.schedulers.fair_queue import FairQueue
 from segue.server.schedulers.request_state import RequestState

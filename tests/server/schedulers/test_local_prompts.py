@@ -7,25 +7,11 @@ import random
 import pytest
 from pair import FRONT, VOCAB, Pair
 
-from segue.engine.request import Request, SamplingParams
 from segue.kv.errors import AbortedByClient
-from segue.kv.protocol.ticket import Ticket
-from segue.lab.sim.sim_engine import reference
-from segue.server.messages.control import Submit
 from segue.server.schedulers.decode import DecodeScheduler
 from segue.server.schedulers.local_prompts import HANDOFFS, LocalPrompts, longest
 
 PAUSES = [(4, 0.001), (16, 0.002), (64, 0.010)]
-
-
-def at_decode(pair: Pair, name: str, prompt: list[int], max_tokens: int) -> list[int]:
-    """Give a request to decode alone; returns the tokens that are right."""
-    pair.rooms += 1
-    me, sampling = pair.decode.me, SamplingParams(max_tokens=max_tokens, seed=pair.rooms)
-    ticket = Ticket(room=pair.rooms, attempt=0, prefill=me, decode=me, budget_s=100.0)
-    message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket)
-    pair.decode.scheduler.submit(FRONT, message, pair.clock.now())
-    return reference(prompt, sampling, VOCAB, max_tokens)
 
 
 @pytest.mark.parametrize("decode_pages", [24, 64])
@@ -35,20 +21,19 @@ def test_prompts_at_decode_and_hand_offs_beside_them_give_the_right_tokens(decod
     for i in range(24):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))]
         if rng.random() < 0.5:
-            wanted[f"r{i}"] = at_decode(pair, f"r{i}", prompt, 12)
+            wanted[f"r{i}"] = pair.at_decode(f"r{i}", prompt, 12)
         else:
-            wanted[f"r{i}"] = reference(prompt, pair.submit(f"r{i}", prompt, 12), VOCAB, 12)
+            wanted[f"r{i}"] = pair.submit(f"r{i}", prompt, 12)
     pair.run()
     assert {name: pair.tokens(name) for name in wanted} == wanted
-    pair.assert_at_rest()
 
 
 def test_a_prompt_at_decode_begins_where_what_decode_has_cached_ends() -> None:
     pair = Pair()
-    at_decode(pair, "first", list(range(30)), 6)
+    pair.at_decode("first", list(range(30)), 6)
     pair.run()
     follow_up = [*range(30), *pair.tokens("first"), 5, 6]
-    wanted = at_decode(pair, "second", follow_up, 4)
+    wanted = pair.at_decode("second", follow_up, 4)
     pair.run()
     assert pair.tokens("second") == wanted
     usage = pair.outputs["second"][-1].usage
@@ -58,10 +43,9 @@ def test_a_prompt_at_decode_begins_where_what_decode_has_cached_ends() -> None:
 
 def test_a_model_with_a_state_gets_a_slot_for_a_prompt_at_decode() -> None:
     pair = Pair(slots=(2, 2))
-    wanted = {f"r{i}": at_decode(pair, f"r{i}", [i] * 9, 5) for i in range(4)}
+    wanted = {f"r{i}": pair.at_decode(f"r{i}", [i] * 9, 5) for i in range(4)}
     pair.run()
     assert {name: pair.tokens(name) for name in wanted} == wanted
-    pair.assert_at_rest()
 
 
 def fill(pair: Pair, pages: int) -> list[int]:
@@ -74,19 +58,18 @@ def test_small_prompts_do_not_overtake_a_hand_off_that_lacks_pages() -> None:
     pair.submit("large", list(range(40)), 1)
     pair.pump()
     pair.decode.turn()
-    at_decode(pair, "small", [1, 2], 1)
+    pair.at_decode("small", [1, 2], 1)
     pair.run()
     assert not pair.outputs, "two pages are free, and the small one came later"
     pair.decode.pool.release(held)
     pair.run()
     assert set(pair.outputs) == {"large", "small"}
-    pair.assert_at_rest()
 
 
 def test_hand_offs_do_not_overtake_a_prompt_that_lacks_pages() -> None:
     pair = Pair(decode_pages=16)
     held = fill(pair, 14)
-    at_decode(pair, "large", list(range(40)), 1)
+    pair.at_decode("large", list(range(40)), 1)
     pair.decode.turn()
     pair.submit("small", [1, 2], 1)
     pair.run()
@@ -94,13 +77,12 @@ def test_hand_offs_do_not_overtake_a_prompt_that_lacks_pages() -> None:
     pair.decode.pool.release(held)
     pair.run()
     assert set(pair.outputs) == {"large", "small"}
-    pair.assert_at_rest()
 
 
 def test_a_prompt_that_lacks_pages_and_ends_holds_nobody_up() -> None:
     pair = Pair(decode_pages=16)
     held = fill(pair, 14)
-    at_decode(pair, "large", list(range(40)), 1)
+    pair.at_decode("large", list(range(40)), 1)
     pair.decode.turn()
     pair.submit("small", [1, 2], 1)
     pair.run()
@@ -109,7 +91,6 @@ def test_a_prompt_that_lacks_pages_and_ends_holds_nobody_up() -> None:
     pair.run()
     assert set(pair.outputs) == {"small", "next"}
     pair.decode.pool.release(held)
-    pair.assert_at_rest()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 from test_unified import FRONT, ME
 
-from segue.engine.request import Request, SamplingParams
-from segue.kv.ids import FinishReason
-from segue.kv.protocol.messages import TokenLogprob
-from segue.kv.protocol.ticket import Ticket
+from segue.engine.request import FinishReason, Request, SamplingParams, TokenLogprob
+from segue.server.messages.ticket import Ticket
 from segue.server.schedulers.request_state import RequestState
 
 EOS, STOP, OTHER = 7, 8, 9

@@ -15,15 +15,15 @@ from segue.kv.errors import AbortedByClient, ErrorCode, Internal, InvalidRequest
 from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId, RoomKey
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
-from segue.kv.protocol.ticket import Ticket
-from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 from segue.server.messages.control import Submit
 from segue.server.messages.records import MAX_FOUND
+from segue.server.messages.ticket import Ticket
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.decode import DecodeScheduler
 from segue.server.schedulers.prefill import PrefillScheduler
 from segue.server.schedulers.scheduler import Scheduler
 from segue.server.schedulers.unified import UnifiedScheduler
+from segue_lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 
 OTHER_FRONT = Incarnation("e" * 32)
 STRANGER = LeaderId(Incarnation("9" * 32))

@@ -43,7 +43,7 @@ def test_a_page_that_is_still_held_at_rest_is_seen_and_is_nothing_while_a_reques
 
 
 def test_a_slot_that_is_still_held_at_rest_is_seen() -> None:
-    pair = Pair(slots=(2, 2))
+    pair = Pair(slots=(2, 2), rests=False)
     cache = pair.decode.scheduler.cache
     pair.decode.scheduler.check_integrity()
     assert cache.take_slot() is not None
@@ -66,7 +66,7 @@ def test_tables_of_requests_that_differ_are_seen() -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize(("what", "count"), [("pool", "_free"), ("slots", "_free"), ("tree", "_evictable")])
 def test_books_of_pages_and_of_slots_that_do_not_add_up_are_seen(what: str, count: str, side: str) -> None:
-    scheduler = getattr(Pair(slots=(2, 2)), side).scheduler
+    scheduler = getattr(Pair(slots=(2, 2), rests=False), side).scheduler
     scheduler.check_integrity()
     books = getattr(scheduler.cache, what)
     setattr(books, count, getattr(books, count) + 1)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 from pair import FRONT, VOCAB, Node, Pair
-from test_local_prompts import at_decode
 
 from segue.engine.request import RankHints, Request, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode
@@ -22,8 +21,6 @@ from segue.kv.protocol.room_ranks import (
     REDIRECT_ON_CONFLICT,
     DpRanks,
 )
-from segue.kv.protocol.ticket import Ticket
-from segue.lab.sim.sim_engine import reference
 from segue.server.messages.control import Submit
 from segue.server.schedulers.decode import DecodeScheduler
 from segue.server.schedulers.fair_queue import PASSED_STEPS
@@ -32,6 +29,7 @@ from segue.server.schedulers.prefill_result import PrefillResult, decode_result
 from segue.server.schedulers.request_state import first_usage
 
 LEFT = AbortedByClient("left").info
+STRANGER = LeaderId(Incarnation("9" * 32))
 
 
 def decode_of(pair: Pair) -> DecodeScheduler:
@@ -88,7 +86,6 @@ def test_a_result_of_prefill_that_cannot_be_is_refused_and_nothing_is_given_to_t
     assert (error.code, error.retryable) == (ErrorCode.METADATA_MISMATCH, True)
     assert pair.tokens("r") == []
     assert len(decode_of(pair).cache.tree.match(list(range(9))).pages) == 0, "nobody else gets these pages"
-    pair.assert_at_rest()
 
 
 def test_an_end_without_metadata_or_reason_is_a_bug_of_that_request() -> None:
@@ -100,7 +97,6 @@ def test_an_end_without_metadata_or_reason_is_a_bug_of_that_request() -> None:
     pair.decode.scheduler.on_change(events.Phase(second, KVPoll.FAILED), 0.0)
     pair.run()
     assert (pair.errors("success"), pair.errors("failed")) == (["INTERNAL"], ["INTERNAL"])
-    pair.assert_at_rest()
 
 
 def test_a_hand_off_that_lands_after_its_client_has_left_gives_nothing_and_keeps_nothing() -> None:
@@ -128,7 +124,6 @@ def test_a_hand_off_that_lands_after_its_client_has_left_gives_nothing_and_keeps
     pair.run()
     assert "r" not in pair.outputs
     assert len(decode_of(pair).batch) == 0
-    pair.assert_at_rest()
 
 
 @pytest.mark.parametrize(
@@ -156,16 +151,13 @@ def test_a_prefix_that_has_landed_serves_the_next_request_while_the_first_still_
     pair = Pair()
     pair.submit("first", list(range(20)), 40)
     while len(decode_of(pair).batch.running) < 1:
-        pair.pump()
-        pair.prefill.turn()
-        pair.decode.turn()
+        pair.turns()
     pair.submit("second", [*range(20), 7], 1)
     pair.run()
     usage = pair.outputs["second"][0].usage
     assert usage is not None
     assert usage.decode_cached == 20
     assert len(pair.tokens("first")) == 40
-    pair.assert_at_rest()
 
 
 def test_what_a_hand_off_adds_is_counted_without_what_prefill_took_for_the_prompt() -> None:
@@ -210,7 +202,7 @@ def test_both_halves_wait_no_longer_than_the_request_has_and_decode_passes_the_c
     pair = Pair()
     posted = {node: Posted(node) for node in (pair.prefill, pair.decode)}
     pair.clock.advance(5.0)
-    ticket = Ticket(room=9, attempt=0, prefill=pair.prefill.me, decode=pair.decode.me, budget_s=30.0)
+    ticket = pair.ticket(9, budget_s=30.0)
     request = Request(request_id="r", prompt=[1, 2, 3], sampling=SamplingParams(), output=[4], ranks=hints)
     for node in posted:
         node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
@@ -251,13 +243,13 @@ OURS, ANOTHER = 100, 101  # rooms that name DP rank 0, which is asked, and rank 
 def test_prefill_registers_a_room_that_decode_cannot_infer_and_ends_a_conflict_only_where_it_is_told_to(
     dp: DpRanks, named: int, room: int, hints: dict[str, Any], announced: bool, conflict: bool, rule: str
 ) -> None:
-    pair = Pair()
+    pair = Pair(rests=conflict and rule == FAIL_ON_CONFLICT)
     node = pair.prefill
     node.scheduler.config = replace(node.scheduler.config, dp=structs.replace(dp, on_conflict=rule))
     pair.clock.advance(5.0)
     posted = Posted(node)
     prefill = LeaderId(node.me.incarnation, named)
-    ticket = Ticket(room=room, attempt=0, prefill=prefill, decode=pair.decode.me, budget_s=30.0)
+    ticket = pair.ticket(room, budget_s=30.0, prefill=prefill)
     request = Request(request_id="r", prompt=[1, 2], sampling=SamplingParams(), ranks=RankHints(**hints))
     node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
     key = RoomKey(room)
@@ -267,9 +259,6 @@ def test_prefill_registers_a_room_that_decode_cannot_infer_and_ends_a_conflict_o
     errors = [out.error.code for _, out in node.scheduler.outbox if out.error is not None]
     assert errors == ([ErrorCode.DP_RANK_CONFLICT] if conflict and rule == FAIL_ON_CONFLICT else [])
     assert [event.key for event in posted.of(events.EndRoom)] == [key] * len(errors)
-    pair.pump()
-    if errors:
-        pair.assert_at_rest()
 
 
 def test_a_hint_that_names_no_rank_of_ours_is_refused_before_anything_is_opened() -> None:
@@ -277,14 +266,13 @@ def test_a_hint_that_names_no_rank_of_ours_is_refused_before_anything_is_opened(
     node = pair.prefill
     node.scheduler.config = replace(node.scheduler.config, dp=PLAIN)
     prefill = LeaderId(node.me.incarnation, OPEN_RANK)
-    ticket = Ticket(room=OURS, attempt=0, prefill=prefill, decode=pair.decode.me, budget_s=30.0)
+    ticket = pair.ticket(OURS, prefill=prefill)
     hints = RankHints(disagg_prefill_dp_rank=4)
     request = Request(request_id="r", prompt=[1, 2], sampling=SamplingParams(), ranks=hints)
     node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
     pair.pump()
     assert pair.errors("r") == ["DP_RANK_OUT_OF_RANGE"]
     assert not node.handles
-    pair.assert_at_rest()
 
 
 # ---- who may be given pages -------------------------------------------------------------------------
@@ -310,13 +298,11 @@ def test_what_waits_in_quarantine_takes_no_credits_from_those_who_may_still_be_s
             node.scheduler.cancel(FRONT, name, LEFT, 0.0)
     pair.run()
     assert pair.decode.pool.quarantined == 6
-    sampling = pair.submit("c", list(range(50, 59)), 2)
+    wanted = pair.submit("c", list(range(50, 59)), 2)
     pair.run()
-    assert pair.tokens("c") == reference(list(range(50, 59)), sampling, VOCAB, 2)
+    assert pair.tokens("c") == wanted
     for key in list(decode_of(pair).table):
         pair.decode.post(events.Received(pair.prefill.me, Drained(pair.transfer(key.room))))
-    pair.run()
-    pair.assert_at_rest()
 
 
 def test_a_room_whose_pages_wait_for_a_proof_is_in_use_though_its_ticket_is_forgotten() -> None:
@@ -335,8 +321,6 @@ def test_a_room_whose_pages_wait_for_a_proof_is_in_use_though_its_ticket_is_forg
     assert pair.errors("again") == ["INVALID_REQUEST"]
     assert pair.decode.pool.quarantined == 3
     pair.decode.post(events.Received(pair.prefill.me, Drained(pair.transfer(key.room))))
-    pair.run()
-    pair.assert_at_rest()
 
 
 def test_pages_that_decode_has_cached_take_no_credits() -> None:
@@ -349,8 +333,6 @@ def test_pages_that_decode_has_cached_take_no_credits() -> None:
     drive(pair)
     # 11 pages each, of which 10 are shared: one of their own, and 16 may be reserved ahead.
     assert decode_of(pair).sizes()["preallocation"] == 0
-    pair.run()
-    pair.assert_at_rest()
 
 
 def test_a_prompt_at_decode_that_came_later_holds_no_earlier_hand_off_up() -> None:
@@ -359,7 +341,7 @@ def test_a_prompt_at_decode_that_came_later_holds_no_earlier_hand_off_up() -> No
     pair.pump()
     pair.submit("first", [1, 2], 1)
     held = pair.decode.pool.allocate(14)
-    at_decode(pair, "large", list(range(40)), 1)
+    pair.at_decode("large", list(range(40)), 1)
     pair.decode.turn()
     assert decode_of(pair).queue.short is not None
     pair.join()
@@ -368,18 +350,17 @@ def test_a_prompt_at_decode_that_came_later_holds_no_earlier_hand_off_up() -> No
     pair.decode.pool.release(held)
     pair.run()
     assert set(pair.outputs) == {"first", "large"}
-    pair.assert_at_rest()
 
 
 def test_a_hand_off_that_lacks_pages_and_came_later_holds_no_earlier_prompt_at_decode_up() -> None:
     """Nor does one that has ended hold up anybody."""
     pair = Pair(decode_pages=16)
     held = pair.decode.pool.allocate(11)
-    at_decode(pair, "first", list(range(16)), 1)
+    pair.at_decode("first", list(range(16)), 1)
     pair.submit("large", list(range(100, 140)), 1)
     pair.run()
     assert set(pair.outputs) == {"first"}
-    at_decode(pair, "next", [5, 6], 1)
+    pair.at_decode("next", [5, 6], 1)
     pair.run()
     assert set(pair.outputs) == {"first"}, "the large one came before it"
     for node in (pair.decode, pair.prefill):
@@ -387,75 +368,55 @@ def test_a_hand_off_that_lacks_pages_and_came_later_holds_no_earlier_prompt_at_d
     pair.run()
     assert set(pair.outputs) == {"first", "next"}
     pair.decode.pool.release(held)
-    pair.assert_at_rest()
 
 
 def test_hand_offs_leave_a_page_to_grow_to_a_prompt_that_decode_computes() -> None:
     pair = Pair(decode_pages=8)
-    wanted = at_decode(pair, "here", list(range(20)), 4)
+    here = pair.at_decode("here", list(range(20)), 4)
     pair.decode.turn()
     assert len(decode_of(pair).queue.running) == 1, "five pages, and the sixth is for its answer"
     prompt = list(range(50, 61))  # three pages, as many as are free
-    sampling = pair.submit("there", prompt, 1)
+    there = pair.submit("there", prompt, 1)
     pair.run()
     assert decode_of(pair).batch.retractions == 0
-    assert pair.tokens("here") == wanted
-    assert pair.tokens("there") == reference(prompt, sampling, VOCAB, 1)
-    pair.assert_at_rest()
+    assert pair.tokens("here") == here
+    assert pair.tokens("there") == there
 
 
 def test_who_waits_for_a_place_in_the_batch_gives_its_pages_up_before_anybody_who_runs() -> None:
     pair = Pair(decode_pages=7, max_batch=1)
-    sampling = {name: pair.submit(name, [ord(name)] * 4, 20) for name in "ab"}
+    wanted = {name: pair.submit(name, [ord(name)] * 4, 20) for name in "ab"}
     generation = decode_of(pair).batch
     seen = False
     for _ in range(60):
-        pair.pump()
-        pair.prefill.turn()
-        pair.decode.turn()
+        pair.turns()
         if generation.retracted:
             assert [state.request.request_id for state, _ in generation.retracted] == ["b"]
             assert [state.request.request_id for state in generation.running] in (["a"], [])
             seen = True
     assert seen
     pair.run()
-    for name, how in sampling.items():
-        assert pair.tokens(name) == reference([ord(name)] * 4, how, VOCAB, 20)
-    pair.assert_at_rest()
+    assert {name: pair.tokens(name) for name in wanted} == wanted
 
 
 # ---- whose turn it is, and what is told of it ----------------------------------------------------------
 
 
-def asked_of(
-    pair: Pair, name: str, prompt: list[int], prefill: LeaderId, *, both: bool = False, **more: Any
-) -> None:
-    """Decode alone is asked, or both, with this prefill leader."""
-    pair.rooms += 1
-    request = Request(request_id=name, prompt=prompt, sampling=SamplingParams(max_tokens=2), **more)
-    ticket = Ticket(room=pair.rooms, attempt=0, prefill=prefill, decode=pair.decode.me, budget_s=50.0)
-    for node in (pair.prefill, pair.decode) if both else (pair.decode,):
-        node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
-
-
 def test_a_hand_off_whose_prefill_is_not_there_yet_holds_nobody_up_who_came_later() -> None:
-    pair = Pair()
-    asked_of(pair, "unsettled", list(range(9)), LeaderId(Incarnation("9" * 32)))
-    sampling = pair.submit("later", list(range(50, 59)), 2)
-    for _ in range(9):
-        pair.pump()
-        for node in (pair.prefill, pair.decode):
-            node.turn()
+    pair = Pair(rests=False)
+    pair.submit("unsettled", list(range(9)), 2, prefill=STRANGER)
+    wanted = pair.submit("later", list(range(50, 59)), 2)
+    pair.turns(9)
     pair.pump()
-    assert pair.tokens("later") == reference(list(range(50, 59)), sampling, VOCAB, 2)
+    assert pair.tokens("later") == wanted
     [waiting] = decode_of(pair).preallocation
     assert waiting.request.request_id == "unsettled"
 
 
 def test_decode_reserves_for_whom_prefill_would_compute_first() -> None:
-    pair = Pair(decode_pages=8)
+    pair = Pair(decode_pages=8, rests=False)
     for name, priority in (("late", 5), ("urgent", -5), ("as urgent", -5)):
-        asked_of(pair, name, list(range(9)), pair.prefill.me, priority=priority)
+        pair.submit(name, list(range(9)), 2, to=(False, True), priority=priority)
     drive(pair)
     phases = {s.request.request_id: s.phase for s in decode_of(pair).admission.requests.values()}
     assert phases == {"late": "credit", "urgent": "transfer", "as urgent": "transfer"}
@@ -463,8 +424,8 @@ def test_decode_reserves_for_whom_prefill_would_compute_first() -> None:
 
 def test_a_low_priority_is_served_beside_an_older_request_whose_prefill_never_comes() -> None:
     """Eight full steps of urgent prompts may pass it: what passes the older one is not its concern."""
-    pair, urgent = Pair(chunk_tokens=16), 0
-    asked_of(pair, "unsettled", list(range(9)), LeaderId(Incarnation("9" * 32)), priority=5)
+    pair, urgent = Pair(chunk_tokens=16, rests=False), 0
+    pair.submit("unsettled", list(range(9)), 2, prefill=STRANGER, priority=5)
     pair.submit("first", list(range(9)), 1)
     pair.run()
     queue = decode_of(pair).preallocation
@@ -473,7 +434,7 @@ def test_a_low_priority_is_served_beside_an_older_request_whose_prefill_never_co
         """One step of both, with four urgent requests in decode's queue; how many have come."""
         come = urgent
         while sum(state.request.priority < 0 for state in queue) < 4:
-            asked_of(pair, f"urgent {come}", [300 + come] * 16, pair.prefill.me, both=True, priority=-5)
+            pair.submit(f"urgent {come}", [300 + come] * 16, 2, priority=-5)
             come += 1
         pair.pump()
         for node in (pair.prefill, pair.decode):
@@ -481,7 +442,7 @@ def test_a_low_priority_is_served_beside_an_older_request_whose_prefill_never_co
         return come
 
     urgent = turn()
-    asked_of(pair, "low", list(range(9)), pair.prefill.me, both=True, priority=5)
+    pair.submit("low", list(range(9)), 2, priority=5)
     while any(state.request.request_id == "low" for state in queue):
         urgent = turn()
         assert urgent < 40, "it is passed by everybody"
@@ -490,7 +451,7 @@ def test_a_low_priority_is_served_beside_an_older_request_whose_prefill_never_co
 
 def test_that_pages_wait_for_a_proof_is_said_twice_and_done_once() -> None:
     """After a bug the protocol says it again; a prefix of theirs is shared, and stays with who has it."""
-    pair = Pair()
+    pair = Pair(rests=False)
     pair.submit("first", list(range(8)), 1)
     pair.run()
     pair.submit("r", list(range(12)), 2)
@@ -518,7 +479,7 @@ def test_how_long_the_wire_and_the_commit_took_and_when_it_was_ready_is_told_wit
     success, release = held
     pair.lose = lambda _effect: False
     pair.clock.advance(3.0)
-    pair.decode.handles[success.key].apply(replace(success, wire_s=0.25))
+    pair.decode.handles[success.key].apply(structs.replace(success, wire_s=0.25))
     pair.clock.advance(0.5)
     decode_of(pair).on_change(success, pair.clock.now())
     decode_of(pair).on_change(release, pair.clock.now())

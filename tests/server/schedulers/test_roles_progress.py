@@ -15,11 +15,11 @@ from segue.engine.pages import PagePool
 from segue.engine.request import Request, SamplingParams
 from segue.kv.ids import Incarnation, LeaderId
 from segue.kv.limits import Limits
-from segue.kv.protocol.ticket import Ticket
-from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.messages.control import Submit
+from segue.server.messages.ticket import Ticket
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.unified import UnifiedScheduler
+from segue_lab.sim.sim_engine import LineageEngine, lineage_spec
 
 ME, FRONT = LeaderId(Incarnation("a" * 32)), Incarnation("f" * 32)
 NEVER_S = 1e6
@@ -177,7 +177,6 @@ def test_the_pair_ends_whatever_fits_each_half_alone(
     for number, (prompt, generated, _, _) in enumerate(mix.requests):
         assert pair.errors(f"r{number}") == []
         assert len(pair.tokens(f"r{number}")) == min(generated, decode_pages * decode_page - prompt)
-    pair.assert_at_rest()
 
 
 def test_the_oldest_request_gives_way_to_nobody_and_comes_back_first() -> None:
@@ -238,12 +237,9 @@ def test_decode_admits_nobody_while_a_retracted_sequence_waits() -> None:
     for turn in range(60):
         if generation.retracted:
             pair.submit(f"short {turn}", [turn], 1)
-        pair.pump()
-        pair.prefill.turn()
-        pair.decode.turn()
+        pair.turns()
         if generation.retracted and pair.decode.pool.free > 2:
             seen = seen or len(pair.decode.scheduler.preallocation) > 0
             assert not [name for name in pair.outputs if name.startswith("short")]
     pair.run()
     assert seen
-    pair.assert_at_rest()

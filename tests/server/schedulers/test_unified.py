@@ -10,15 +10,15 @@ from msgspec import structs
 
 from segue.engine.engine_api import SequenceResult, run_step
 from segue.engine.pages import PagePool
-from segue.engine.request import Output, Request, SamplingParams
+from segue.engine.request import FinishReason, Output, Request, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode
-from segue.kv.ids import FinishReason, Incarnation, LeaderId
+from segue.kv.ids import Incarnation, LeaderId
 from segue.kv.limits import Limits
-from segue.kv.protocol.ticket import Ticket
-from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 from segue.server.messages.control import Submit
+from segue.server.messages.ticket import Ticket
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.unified import UnifiedScheduler
+from segue_lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 
 ROOMS = itertools.count(1)
 ME = LeaderId(Incarnation("a" * 32))

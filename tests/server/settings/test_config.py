@@ -269,7 +269,8 @@ NOT_HANDED_ON = {
     "instance": {
         *("host", "port", "bootstrap_port"),  # those of its door and of its registry
         # Its instances have no door for clients.
-        *("api_key", "api_key_file", "client_order", "prefix_cache_sharing"),
+        *("api_key", "api_key_file", "operator_key_file", "client_order", "prefix_cache_sharing"),
+        "allowed_hosts",
         # Each has ports of its own; the others need a port: test_supervisor.py.
         *("kv_events_port", "kv_events_replay_port", "kv_events_host", "kv_events_topic"),
         *("secret_file", "revision"),  # a secret of this run; the model is a path by now
@@ -297,7 +298,8 @@ def test_what_serve_is_told_reaches_its_children(key: str, child: str) -> None:
     elif value is None:
         default = setting.default
         value = 2 * default if isinstance(default, int | float) and default else max(setting.low, 3)
-    config = serve(**{key: str(value)})
+    beside = {"api_key_file": "keys"} if key == "operator_key_file" else {}
+    config = serve(**{key: str(value)}, **beside)
     http = "http://127.0.0.1:9"
     made = config.frontend(http) if child == "frontend" else config.instance(Role.DECODE, "d", HOST, http)
     assert (made.access.api_key if setting.secret else flatten(made)[key]) == value

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.kv.pending import PendingConnections
+from segue.kv.pending import MAX_REASONS, PendingConnections, Refusals
 
 
 def test_one_address_can_only_push_out_its_own() -> None:
@@ -72,3 +72,12 @@ def test_it_is_bounded_and_forgets_whoever_left(steps: list[tuple[int, int, bool
         table.discard(connection)
     assert not len(table)
     assert table.oldest() is None
+
+
+def test_reasons_beyond_those_that_are_told_apart_are_one_until_others_are_old() -> None:
+    refusals = Refusals()
+    said = [refusals.line(f"a refusal, {n}", f"reason {n}", 100.0) for n in range(2 * MAX_REASONS)]
+    assert [line for line in said if line] == [f"a refusal, {n}" for n in range(MAX_REASONS + 1)]
+    assert refusals.line("again", "reason 3", 159.0) == ""
+    assert refusals.line("again", "reason 3", 160.0) == "again; 1 more since the last such line"
+    assert refusals.line("new", "a new reason", 160.0) == "new"

@@ -23,6 +23,9 @@ def test_a_request_is_found_with_its_samples_and_attempts_and_nobody_elses() -> 
     assert found == record("b")
     assert [(step.name, step.at_s) for step in found.steps] == [("place", 0.0), ("answer", 2.5)]
     assert records.find("a.*") == []
+    for name in ("a-", "a~", "a-0~", "a-0~1~2", "a-٣", "a--1"):
+        records.put(record(name))
+    assert [r.request_id for r in records.find("a")] == names[:4]
 
 
 def test_of_more_than_an_answer_holds_the_latest_are_found() -> None:

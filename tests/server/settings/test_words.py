@@ -173,44 +173,19 @@ def test_a_flag_of_another_server_is_explained_or_not_taken_for_one_of_ours(word
     assert "did you mean" not in said, f"--{word}: add it to FOREIGN, or be stricter"
 
 
-def test_what_people_try_first_is_explained() -> None:
-    for word in (
-        "--max-model-len",
-        "--tensor-parallel-size",
-        "--gpu-memory-utilization",
-        "--kv-cache-dtype",
-        "--disaggregation-mode",
-        "--model-path",
-        "--dist-init-addr",
-        "--trust-remote-code",
-        "--tp-size",
-    ):
-        assert hint(word, FLAGS["serve"]).startswith(": "), word
+#: Those that people try first, or that had no hint.
+_EXPLAINED = """
+max-model-len tensor-parallel-size gpu-memory-utilization kv-cache-dtype disaggregation-mode
+model-path dist-init-addr trust-remote-code tp-size otlp-traces-endpoint json-output
+reasoning-parser disaggregation-ib-device disable-radix-cache enable-prefix-caching stream-interval
+schedule-policy watchdog-timeout dist-timeout max-total-tokens max-input-length num-shard hostname
+response-role max-queued-requests
+"""
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "otlp-traces-endpoint",
-        "json-output",
-        "reasoning-parser",
-        "disaggregation-ib-device",
-        "disable-radix-cache",
-        "enable-prefix-caching",
-        "stream-interval",
-        "schedule-policy",
-        "watchdog-timeout",
-        "dist-timeout",
-        "max-total-tokens",
-        "max-input-length",
-        "num-shard",
-        "hostname",
-        "response-role",
-        "max-queued-requests",
-    ],
-)
-def test_flags_that_had_no_hint_have_one(word: str) -> None:
-    assert hint(f"--{word}", FLAGS["serve"]).startswith(": "), word
+@pytest.mark.parametrize("word", _EXPLAINED.split())
+def test_what_people_try_first_is_explained(word: str) -> None:
+    assert hint(f"--{word}", FLAGS["serve"]).startswith(": ")
 
 
 def test_no_hint_says_what_is_not_so() -> None:

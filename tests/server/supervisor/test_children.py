@@ -203,12 +203,10 @@ class Tree(ProcessTree):
 def keep(*scripts: str, then: Callable[[Tree], None] = lambda tree: tree.stop()) -> tuple[Tree, ServeResult]:
     async def main() -> tuple[Tree, ServeResult]:
         tree = Tree(then)
-        with lifeline() as fd:
-            async with asyncio.timeout(60):
-                specs = [script(text, f"c{n}") for n, text in enumerate(scripts)]
-                return tree, await tree.keep(
-                    [Unit(s.name, Role.DECODE, lambda _, s=s: [s]) for s in specs], fd
-                )
+        async with asyncio.timeout(60):
+            specs = [script(text, f"c{n}") for n, text in enumerate(scripts)]
+            units = [Unit(s.name, Role.DECODE, lambda _, s=s: [s]) for s in specs]  # type: ignore[misc]
+            return tree, await tree.keep(units)
 
     tree, result = asyncio.run(main())
     assert not any(child.alive for child in tree.children)
@@ -244,8 +242,7 @@ def test_a_program_that_cannot_be_started_ends_all_with_a_sentence() -> None:
         tree = Tree(lambda _: pytest.fail("nothing is ready"))
         nowhere = ChildSpec("x", Role.DECODE, ["/no/such/program"], {})
         units = [Unit("c0", Role.DECODE, lambda _: [script(READY + "exec sleep 60")])]
-        with lifeline() as fd:
-            return await tree.keep([*units, Unit("c1", Role.DECODE, lambda _: [nowhere])], fd)
+        return await tree.keep([*units, Unit("c1", Role.DECODE, lambda _: [nowhere])])
 
     result = asyncio.run(main())
     assert result.status == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import pty
@@ -11,14 +10,13 @@ import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from segue.server.observe import logs
 from segue.server.settings.shared_config import LogConfig
 from segue.server.supervisor import console as module
-from segue.server.supervisor.console import KEPT_FOLDERS, Console, LogFolder
+from segue.server.supervisor.console import Console
 
 
 class Out(io.StringIO):
@@ -99,6 +97,16 @@ def test_on_a_terminal_each_child_has_a_colour_of_its_own_and_keeps_it() -> None
     assert first == third
     assert first.partition("one")[0] != second.partition("two")[0]
     assert all(line.startswith("\x1b[") and line.endswith("\x1b[0mtext") for line in (first, second))
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_child_tells_the_terminal_nothing(log_format: str) -> None:
+    out = io.StringIO()
+    console = Console(out, log_format=log_format)
+    console.line("one", "a client's \x1b[2J\r words")
+    console.close()
+    assert r"\x1b[2J\r words" in out.getvalue().replace("\\\\", "\\")
+    assert out.getvalue().removesuffix("\n").isprintable()
 
 
 def test_what_we_say_ourselves_is_never_dropped_and_keeps_its_place(
@@ -221,105 +229,3 @@ def test_on_one_terminal_no_line_is_torn_by_another() -> None:
     assert len(lines) == 4 * 400 + 3 * 100
     ours_in_order = [line.split()[0] for line in lines if line.startswith(("try:", "look:", "ready"))]
     assert ours_in_order == ["try:", "look:", "ready"] * 100
-
-
-# ---- files -------------------------------------------------------------------------------------------
-
-
-def test_each_child_has_a_file_with_its_whole_log(tmp_path: Path) -> None:
-    folder = LogFolder(tmp_path / "logs")
-    console = Console(io.StringIO(), folder=folder)
-    for number in range(3):
-        console.line("one", f"line {number}")
-    console.line("two", "other")
-    console.close()
-    file = console.log_of("one")
-    assert file is not None
-    assert file.read_text() == "line 0\nline 1\nline 2\n"
-    assert folder.file("two").read_text() == "other\n"
-    assert folder.path.stat().st_mode & 0o777 == 0o700
-    folder.close(keep=True)
-    assert file.exists()
-
-
-def test_a_log_file_is_bounded_and_begins_again(tmp_path: Path) -> None:
-    folder = LogFolder(tmp_path, limit_bytes=100)
-    for number in range(100):
-        folder.append("one", f"{number:09d}\n")
-    files = sorted(folder.path.iterdir())
-    assert [file.name for file in files] == ["one.log", "one.log.1"]
-    assert [file.stat().st_size for file in files] == [100, 100]
-    assert files[0].read_text().endswith("000000099\n")
-    folder.append("one", "x" * 1000 + "\n")  # longer than a file may be, and whole
-    assert files[0].stat().st_size == 1001
-    folder.close(keep=False)
-    assert not folder.path.exists()
-
-
-def test_a_folder_without_logs_is_removed_and_one_of_a_run_that_failed_stays_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    empty = LogFolder(tmp_path)
-    empty.close(keep=True)
-    empty.close(keep=True)
-    assert not empty.path.exists()
-    runs = iter(range(100))
-    monkeypatch.setattr(module.time, "strftime", lambda *_: f"20261124T{next(runs):06d}")
-    living = LogFolder(tmp_path)
-    kept = []
-    for _ in range(KEPT_FOLDERS + 5):
-        folder = LogFolder(tmp_path)
-        folder.append("one", "why\n")
-        folder.close(keep=True)
-        kept.append(folder.path)
-    assert sorted(tmp_path.iterdir()) == [living.path, *kept[-KEPT_FOLDERS:]], "nobody removes who lives"
-    living.close(keep=False)
-
-
-def test_folders_in_logs_that_are_not_of_a_run_are_left_alone(tmp_path: Path) -> None:
-    """`--cache` may name a folder in which somebody else keeps logs, too."""
-    others = [tmp_path / f"{number}-nginx" for number in range(2 * KEPT_FOLDERS)]
-    for folder in others:
-        folder.mkdir()
-        (folder / "access.log").write_text("not ours")
-    LogFolder(tmp_path).close(keep=False)
-    assert [(folder / "access.log").exists() for folder in others] == [True] * len(others)
-
-
-def test_a_disk_that_is_full_ends_the_files_and_not_the_terminal_and_is_said(tmp_path: Path) -> None:
-    out = io.StringIO()
-    folder = LogFolder(tmp_path)
-    folder.file("one").symlink_to("/dev/full")
-    console = Console(out, folder=folder)
-    for number in range(3):
-        console.line("one", f"line {number}")
-    console.close()
-    reason = "'[Errno 28] No space left on device'; no log files from here on"
-    said = f"serve      | event=log_files_end reason={reason}"
-    assert sorted(out.getvalue().splitlines()) == [*(f"one        | line {n}" for n in range(3)), said]
-    assert console.log_of("one") is None, "nobody is sent to a file that is not there"
-    folder.close(keep=False)
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"Not a directory|File exists"):
-        LogFolder(tmp_path / "file")
-
-
-def test_in_json_every_line_but_an_announcement_is_an_object() -> None:
-    out, elsewhere = io.StringIO(), io.StringIO()
-    console = Console(out, log_format="json")
-    console.line("decode-0", '{"ts": "1", "level": "info", "message": "event=one"}')
-    console.line("decode-0", "Fatal Python error")
-    console.say("try: curl")
-    console.announce("ready", elsewhere)
-    console.close()
-    lines = [json.loads(line) for line in out.getvalue().splitlines()]
-    shown = [(line["part"], line["level"], line["message"]) for line in lines]
-    assert shown == [
-        ("decode-0", "info", "event=one"),
-        ("decode-0", "warning", "Fatal Python error"),
-        ("serve", "info", "try: curl"),
-    ]
-    assert elsewhere.getvalue() == "ready\n"

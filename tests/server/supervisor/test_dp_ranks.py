@@ -102,7 +102,7 @@ def test_a_rank_that_cannot_start_ends_all(tmp_path: Path, behaviour: str, statu
     assert outcome.reason.startswith("prefill.dp2")
 
 
-def test_ranks_that_share_out_experts_have_sockets_to_one_another_and_nobody_else_has(
+async def test_ranks_that_share_out_experts_have_sockets_to_one_another_and_nobody_else_has(
     tmp_path: Path,
 ) -> None:
     supervisor = supervised.make(tmp_path / "j", lambda *_: None)
@@ -118,13 +118,10 @@ def test_ranks_that_share_out_experts_have_sockets_to_one_another_and_nobody_els
     assert given == [",".join(str(s.fileno()) for s in spec.sockets) for spec in specs]
     assert [len(spec.sockets) for spec in specs] == [2, 1, 1]
 
-    async def main() -> None:
-        for spec in specs:
-            child = await Child.start(spec, Console(io.StringIO()), 0)
-            assert await child.exited == len(spec.sockets) - 1
-            child.listens.cancel()
-
-    asyncio.run(main())
+    for spec in specs:
+        child = await Child.start(spec, Console(io.StringIO()), 0)
+        assert await child.exited == len(spec.sockets) - 1
+        child.listens.cancel()
     assert [s.fileno() for spec in specs for s in spec.sockets] == [-1] * 4, "closed here"
 
 
@@ -153,21 +150,13 @@ def test_a_side_of_one_rank_holds_all_experts(tmp_path: Path) -> None:
     assert [one.enable_expert_parallel for one in made] == [False, True]
 
 
-def test_the_ranks_of_a_deployment_are_children_of_its_supervisor(tmp_path: Path) -> None:
-    async def child_specs() -> list[tuple[str, InstanceConfig]]:
-        seen: list[InstanceConfig | FrontendConfig] = []
-        supervisor = supervised.make(
-            tmp_path / "j", lambda *_: None, prefill=2, ranks=RanksConfig(prefill_dp=2, decode_dp=2)
-        )
-        supervisor.command = lambda role, config: seen.append(config) or argv(config)
-        planned = supervised.specs(supervisor)
-        return [
-            (spec.name, config)
-            for spec, config in zip(planned, seen, strict=True)
-            if isinstance(config, InstanceConfig)
-        ]
-
-    made = asyncio.run(child_specs())
+async def test_the_ranks_of_a_deployment_are_children_of_its_supervisor(tmp_path: Path) -> None:
+    seen: list[InstanceConfig | FrontendConfig] = []
+    ranks = RanksConfig(prefill_dp=2, decode_dp=2)
+    supervisor = supervised.make(tmp_path / "j", lambda *_: None, prefill=2, ranks=ranks)
+    supervisor.command = lambda role, config: seen.append(config) or argv(config)
+    planned = zip(supervised.specs(supervisor), seen, strict=True)
+    made = [(spec.name, config) for spec, config in planned if isinstance(config, InstanceConfig)]
     assert [name for name, _ in made] == [
         "prefill-0.dp0",
         "prefill-0.dp1",

@@ -41,35 +41,29 @@ def pid(journal: Path) -> int:
     return int(journal.read_text().split("pid=")[1].split()[0])
 
 
-def test_it_starts_and_drains(tmp_path: Path) -> None:
+async def test_it_starts_and_drains(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
 
-    async def run() -> None:
-        process = kept(journal)
-        report = await process.start()
-        assert report.url == ""
+    process = kept(journal)
+    report = await process.start()
+    assert report.url == ""
+    process.check()
+    await process.leave()
+    await process.leave()
+    with pytest.raises(PeerLost):
         process.check()
-        await process.leave()
-        await process.leave()
-        with pytest.raises(PeerLost):
-            process.check()
-
-    asyncio.run(run())
     assert "threads=3" in journal.read_text()
     assert journal.read_text().splitlines()[1:] == ["decode-0 asked", "decode-0 left"]
     assert not psutil.pid_exists(pid(journal))
 
 
-def test_a_frontend_is_told_that_lost_instances_come_back(tmp_path: Path) -> None:
+async def test_a_frontend_is_told_that_lost_instances_come_back(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
 
-    async def run() -> None:
-        process = kept(journal, name="frontend")
-        assert (await process.start()).url == "http://127.0.0.1:1"
-        await noted(journal, "told")
-        await process.leave()
-
-    asyncio.run(run())
+    process = kept(journal, name="frontend")
+    assert (await process.start()).url == "http://127.0.0.1:1"
+    await noted(journal, "told")
+    await process.leave()
     assert 'frontend told {"roles":["prefill","decode"]}' in journal.read_text()
 
 
@@ -82,47 +76,38 @@ def test_a_frontend_is_told_that_lost_instances_come_back(tmp_path: Path) -> Non
         ("killed", Internal, "run out of memory"),
     ],
 )
-def test_it_says_why_it_cannot_start(
+async def test_it_says_why_it_cannot_start(
     tmp_path: Path, behaviour: str, kind: type[Exception], says: str
 ) -> None:
-    async def run() -> None:
-        process = kept(tmp_path / "journal", behaviour)
-        with pytest.raises(kind, match=says):
-            await process.start()
-        await process.leave()
-
-    asyncio.run(run())
+    process = kept(tmp_path / "journal", behaviour)
+    with pytest.raises(kind, match=says):
+        await process.start()
+    await process.leave()
     assert not psutil.pid_exists(pid(tmp_path / "journal"))
 
 
-def test_an_end_that_nobody_asked_for_is_seen_and_never_repaired(tmp_path: Path) -> None:
+async def test_an_end_that_nobody_asked_for_is_seen_and_never_repaired(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
 
-    async def run() -> None:
-        process = kept(journal, "late-crash")
-        await process.start()
-        os.kill(pid(journal), signal.SIGUSR1)
-        async with asyncio.timeout(30):
-            assert process._kept is not None
-            await asyncio.wait({process._kept})
-        with pytest.raises(PeerLost, match="the process decode-0 has ended with exit status 7"):
-            process.check()
-        await process.leave()
-
-    asyncio.run(run())
+    process = kept(journal, "late-crash")
+    await process.start()
+    os.kill(pid(journal), signal.SIGUSR1)
+    async with asyncio.timeout(30):
+        assert process._kept is not None
+        await asyncio.wait({process._kept})
+    with pytest.raises(PeerLost, match="the process decode-0 has ended with exit status 7"):
+        process.check()
+    await process.leave()
     assert journal.read_text().count("pid=") == 1
 
 
-def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
 
-    async def run() -> None:
-        process = kept(journal, "silent")
-        starting = asyncio.ensure_future(process.start())
-        await noted(journal, "pid=")
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-
-    asyncio.run(run())
+    process = kept(journal, "silent")
+    starting = asyncio.ensure_future(process.start())
+    await noted(journal, "pid=")
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
     assert not psutil.pid_exists(pid(journal))

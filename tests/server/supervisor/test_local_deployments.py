@@ -72,17 +72,46 @@ def test_a_killed_deployment_is_not_listed_also_when_another_process_has_its_num
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == -9
     [left] = folder.iterdir()
-    ours = folder / f"{os.getpid()}.json"
-    ours.write_bytes(left.read_bytes().replace(left.stem.encode(), str(os.getpid()).encode()))
+    namespace, number = left.stem.split("-")
+    ours = folder / f"{namespace}-{os.getpid()}.json"
+    ours.write_bytes(left.read_bytes().replace(number.encode(), str(os.getpid()).encode()))
     assert local_deployments() == [] == list(folder.iterdir())
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"url": 3}', b"\xff" * 100, b" " * 70_000])
 def test_a_file_that_is_no_deployment_is_taken_away(folder: Path, content: bytes) -> None:
     with announced("http://127.0.0.1:8000", "tiny", REGISTRY, None, NO_TLS):
-        (folder / "1.json").write_bytes(content)
+        [file] = folder.iterdir()
+        file.with_stem(f"{file.stem}0").write_bytes(content)
         assert [found.url for found in local_deployments()] == ["http://127.0.0.1:8000"]
-        assert [file.name for file in folder.iterdir()] == [f"{os.getpid()}.json"]
+        assert list(folder.iterdir()) == [file]
+
+
+def test_a_container_with_other_process_numbers_leaves_the_files_of_this_host(folder: Path) -> None:
+    """It shares the folder. What it announces there is not this host's either."""
+    code = (
+        "import os\n"
+        "from segue.server.settings.shared_config import TlsConfig\n"
+        "from segue.server.supervisor.local_deployments import announced, local_deployments\n"
+        "assert local_deployments() == []\n"
+        "with announced('http://127.0.0.1:1', 'm', 'http://127.0.0.1:9', None, TlsConfig()):\n"
+        "    print(len(local_deployments()), flush=True)\n"
+        "    input()\n"
+    )
+    inside = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
+    if (why := subprocess.run([*inside, "pass"], capture_output=True, text=True, timeout=60)).returncode:
+        pytest.skip(f"no namespace of process numbers can be made here: {why.stderr}")
+    with announced("http://127.0.0.1:8000", "tiny", REGISTRY, None, NO_TLS):
+        with subprocess.Popen(
+            [*inside, code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "1\n"
+            assert [found.url for found in local_deployments()] == ["http://127.0.0.1:8000"]
+            assert len(list(folder.iterdir())) == 2, "its file is still there"
+            other.communicate("\n", timeout=60)
+        assert [found.url for found in local_deployments()] == ["http://127.0.0.1:8000"]
+        assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize("spoil", ["writable", "link", "file"])
@@ -127,7 +156,7 @@ def test_bench_wants_a_url_where_several_deployments_run(
 ) -> None:
     with announced("http://127.0.0.1:8000", "tiny", REGISTRY, None, NO_TLS):
         [file] = folder.iterdir()
-        (folder / "2.json").write_bytes(file.read_bytes().replace(b":8000", b":8001"))
+        file.with_stem(f"{file.stem}0").write_bytes(file.read_bytes().replace(b":8000", b":8001"))
         assert main(["bench"]) == 2
     said = capsys.readouterr().err
     assert "name one: http://127.0.0.1:800" in said

@@ -101,33 +101,22 @@ def test_children_get_their_share_of_threads_and_no_variables_of_ours(
     assert set(re.findall(r"port=(\S+)", text)) == {"None"}
 
 
-def test_the_secret_is_an_inherited_file_and_nowhere_else(tmp_path: Path) -> None:
-    supervisor: Supervisor | None = None
-
-    async def child_specs() -> list[Any]:
-        nonlocal supervisor
-        supervisor = supervised.make(tmp_path / "j", stop_at_once)
-        seen: list[InstanceConfig | FrontendConfig] = []
-        supervisor.command = lambda role, config: seen.append(config) or ["x"]
-        planned = supervised.specs(supervisor)
-        return [*zip(planned, seen, strict=True)]
-
-    for spec, config in asyncio.run(child_specs()):
+async def test_the_secret_is_an_inherited_file_and_nowhere_else(tmp_path: Path) -> None:
+    supervisor = supervised.make(tmp_path / "j", stop_at_once)
+    seen: list[InstanceConfig | FrontendConfig] = []
+    supervisor.command = lambda role, config: seen.append(config) or ["x"]
+    for spec, config in zip(supervised.specs(supervisor), seen, strict=True):
         assert spec.pass_fds == ((77, 78) if spec.role is Role.FRONTEND else (77,))
         assert config.secret_file == "/proc/self/fd/77"
         assert config.secret == b""
 
 
-def test_clients_keys_reach_the_frontend_as_a_file_and_nobody_else(tmp_path: Path) -> None:
-    async def child_specs() -> list[Any]:
-        access = AccessConfig(api_key="hunter2-of-the-tests", client_order="none", prefix_cache_sharing="all")
-        supervisor = supervised.make(
-            tmp_path / "j", stop_at_once, keys=["hunter2-of-the-tests"], access=access
-        )
-        supervisor.command = lambda role, config: argv(config)
-        return supervised.specs(supervisor)
-
-    for spec in asyncio.run(child_specs()):
+async def test_clients_keys_reach_the_frontend_as_a_file_and_nobody_else(tmp_path: Path) -> None:
+    access = AccessConfig(api_key="hunter2-of-the-tests", client_order="none", prefix_cache_sharing="all")
+    keys = ["hunter2-of-the-tests"]
+    supervisor = supervised.make(tmp_path / "j", stop_at_once, keys=keys, access=access)
+    supervisor.command = lambda role, config: argv(config)
+    for spec in supervised.specs(supervisor):
         frontend = spec.role is Role.FRONTEND
         assert ("--api-key-file=/proc/self/fd/78" in spec.argv) is frontend
         assert ("--client-order=none" in spec.argv) is frontend
@@ -136,19 +125,16 @@ def test_clients_keys_reach_the_frontend_as_a_file_and_nobody_else(tmp_path: Pat
         assert "hunter2" not in repr(spec.environ)
 
 
-def test_each_leader_of_the_deployment_publishes_kv_events_at_ports_of_its_own(tmp_path: Path) -> None:
-    async def child_specs() -> list[Any]:
-        events = KVEventsConfig(
-            kv_events_port=5557, kv_events_replay_port=5600, kv_events_host="::1", kv_events_topic="kv"
-        )
-        ranks = RanksConfig(prefill_dp=2)
-        supervisor = supervised.make(tmp_path / "j", stop_at_once, events=events, ranks=ranks, decode=2)
-        supervisor.command = lambda role, config: [argv(config)]  # type: ignore[list-item]
-        return supervised.specs(supervisor)
-
+async def test_each_leader_of_the_deployment_publishes_kv_events_at_ports_of_its_own(tmp_path: Path) -> None:
+    events = KVEventsConfig(
+        kv_events_port=5557, kv_events_replay_port=5600, kv_events_host="::1", kv_events_topic="kv"
+    )
+    ranks = RanksConfig(prefill_dp=2)
+    supervisor = supervised.make(tmp_path / "j", stop_at_once, events=events, ranks=ranks, decode=2)
+    supervisor.command = lambda role, config: argv(config)
     taken: dict[str, list[int]] = {}
-    for spec in asyncio.run(child_specs()):
-        words = dict(word.partition("=")[::2] for word in spec.argv[0])
+    for spec in supervised.specs(supervisor):
+        words = _settings(spec.argv)
         if spec.role is not Role.FRONTEND:
             assert (words["--kv-events-topic"], words["--kv-events-host"]) == ("kv", "::1")
             rank = int(words.get("--dp-rank", 0))  # which `KVPublisher` adds
@@ -354,14 +340,6 @@ def test_stop_while_starting_leaves_nobody(tmp_path: Path) -> None:
     assert not any(c.alive for c in made[0].children)
 
 
-def test_logs_are_forwarded_with_their_origin(tmp_path: Path) -> None:
-    console = io.StringIO()
-    run(tmp_path / "j", console=console)
-    lines = console.getvalue().splitlines()
-    assert "prefill-0  | hello of prefill-0" in lines
-    assert "frontend   | hello of frontend" in lines
-
-
 def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -413,7 +391,7 @@ def test_each_signal_that_means_the_end_asks_for_a_drain_and_the_next_one_for_th
 
     async def main() -> None:
         tree = Tree(1.0, console=None)
-        async with tree.signals():
+        with tree.signals():
             signal.raise_signal(number)
             await asyncio.wait_for(tree._stop.wait(), 60)
             assert not tree._halt.is_set()
@@ -512,29 +490,28 @@ def test_the_only_child_of_a_role_that_is_killed_is_started_again_and_told_of(
     assert told[-1] == []
 
 
-def test_a_frontend_comes_back_at_its_port_and_an_instance_in_another_incarnation(tmp_path: Path) -> None:
-    async def main() -> None:
-        ranks = RanksConfig(prefill_dp=2, enable_expert_parallel=True)
-        events = KVEventsConfig(kv_events_port=5557)
-        supervisor = supervised.make(tmp_path / "j", stop_at_once, ranks=ranks, decode=2, events=events)
-        supervisor.command = lambda role, config: [str(role), *argv(config)]
-        units = supervisor.planned("http://127.0.0.1:9", 77, 78)
-        for unit in units:
-            unit.url = "http://127.0.0.1:4711" if unit.role is Role.FRONTEND else "10.0.0.1:9"
-            first, then = unit.make(Unit(unit.name, unit.role, unit.make)), unit.make(unit)
-            for spec in [*first, *then]:
-                for own in spec.sockets:
-                    own.close()
-            before, after = ([_settings(spec.argv) for spec in made] for made in (first, then))
-            if unit.role is Role.FRONTEND:
-                assert [words.pop("--port") for words in before + after] == ["0", "4711"]
-            if unit.role is Role.PREFILL:
-                incarnations = [words.pop("--incarnation") for words in before + after]
-                assert incarnations[0] == incarnations[1] != incarnations[2] == incarnations[3]
-                assert len({words.pop("--dp-fds") for words in before + after}) == 4
-            assert before == after, "all else is what it was: ports, secret, registry, threads"
-
-    asyncio.run(main())
+async def test_a_frontend_comes_back_at_its_port_and_an_instance_in_another_incarnation(
+    tmp_path: Path,
+) -> None:
+    ranks = RanksConfig(prefill_dp=2, enable_expert_parallel=True)
+    events = KVEventsConfig(kv_events_port=5557)
+    supervisor = supervised.make(tmp_path / "j", stop_at_once, ranks=ranks, decode=2, events=events)
+    supervisor.command = lambda role, config: [str(role), *argv(config)]
+    units = supervisor.planned("http://127.0.0.1:9", 77, 78)
+    for unit in units:
+        unit.url = "http://127.0.0.1:4711" if unit.role is Role.FRONTEND else "10.0.0.1:9"
+        first, then = unit.make(Unit(unit.name, unit.role, unit.make)), unit.make(unit)
+        for spec in [*first, *then]:
+            for own in spec.sockets:
+                own.close()
+        before, after = ([_settings(spec.argv) for spec in made] for made in (first, then))
+        if unit.role is Role.FRONTEND:
+            assert [words.pop("--port") for words in before + after] == ["0", "4711"]
+        if unit.role is Role.PREFILL:
+            incarnations = [words.pop("--incarnation") for words in before + after]
+            assert incarnations[0] == incarnations[1] != incarnations[2] == incarnations[3]
+            assert len({words.pop("--dp-fds") for words in before + after}) == 4
+        assert before == after, "all else is what it was: ports, secret, registry, threads"
 
 
 def _settings(words: Sequence[str]) -> dict[str, str]:

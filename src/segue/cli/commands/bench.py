@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 
 import msgspec
 import uvloop
@@ -20,15 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 
 from segue import __version__
-from segue.cli.commands.bench_flags import MAX_CONNECTIONS, BenchConfig, config_of
-from segue.cli.commands.client_flags import authorization, trusting
-from segue.cli.terminal import progress, terminal
-from segue.kv import ConfigError, SegueError
-from segue.kv.session import awaited
-from segue.lab.bench.loadgen import ClientConnection, Failure, Target, fetch_json, stream
-from segue.lab.bench.plot import LABELS, histogram, need_matplotlib, write_png
-from segue.lab.bench.stats import RequestTimes, detailed, latencies, summary
-from segue.lab.bench.workloads import (
+from segue.cli.bench.loadgen import ClientConnection, Failure, Target, fetch_json, stream
+from segue.cli.bench.plot import LABELS, histogram, need_matplotlib, write_png
+from segue.cli.bench.stats import RequestTimes, detailed, latencies, summary
+from segue.cli.bench.workloads import (
     WORDS,
     Conversation,
     Dataset,
@@ -38,6 +32,11 @@ from segue.lab.bench.workloads import (
     Vocabulary,
     read_dataset,
 )
+from segue.cli.commands.bench_flags import MAX_CONNECTIONS, BenchConfig, config_of
+from segue.cli.commands.client_flags import authorization, trusting
+from segue.cli.terminal import print_json, progress, terminal, write_json
+from segue.kv import SegueError
+from segue.kv.session import awaited
 
 PARTS = ("queue", "bootstrap", "reserve", "prefill", "wire", "commit")
 
@@ -285,21 +284,14 @@ def bench(args: argparse.Namespace) -> int:
         task = bar.add_task("requests", total=config.warmup + measurement.requests)
         report = uvloop.run(measurement.run(lambda: bar.advance(task)))
     if args.json == "-":
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        print_json(report)
     else:
         terminal().print(*tables(report), *bars(measurement.samples), sep="\n")
         if args.json:
-            _write(args.json, report)
+            write_json(args.json, report)
     if args.plot:
         write_png(args.plot, measurement.samples, f"{measurement.model} at {config.url}")
     return 0 if report["completed"] else 1
-
-
-def _write(name: str, report: dict[str, object]) -> None:
-    try:
-        Path(name).write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    except OSError as exc:
-        raise ConfigError(f"--json {name} cannot be written: {exc.strerror}") from exc
 
 
 def tables(report: dict[str, object]) -> list[Table | str]:

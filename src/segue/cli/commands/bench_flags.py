@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from segue.cli.commands.client_flags import add_key_file, server_of
 from segue.kv import ConfigError
 
 MAX_REQUESTS = 1_000_000
 MAX_CONNECTIONS = 4096
+
+
+class _Number(NamedTuple):
+    """A flag with a number: the field of `BenchConfig`, the range, the metavar and the help."""
+
+    key: str
+    low: float
+    high: float
+    metavar: str
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.key.replace('_', '-')}"
+
+
+NUMBERS = (
+    _Number("input_tokens", 1, 10**7, "N", "tokens of a prompt (default: 512)"),
+    _Number("shared_prefix_tokens", 0, 10**7, "N", "of these, equal in all prompts (default: 0)"),
+    _Number("output_tokens", 1, 10**6, "N", "tokens to generate (default: 64, or as many as in the dataset)"),
+    _Number("requests", 1, MAX_REQUESTS, "N", "measured requests (default: 64)"),
+    _Number("warmup", 0, MAX_REQUESTS, "N", "requests before the measured ones (default: 4)"),
+    _Number(
+        "concurrency",
+        1,
+        MAX_CONNECTIONS,
+        "C",
+        "most requests in flight (default: 4, but with --rate or a trace as many as are due)",
+    ),
+    _Number("rate", 1e-3, 1e5, "R", "Poisson arrivals a second, whatever the server does"),
+    _Number("timeout_s", 0.1, 86400, "S", "most one request may take (default: 600)"),
+    _Number("slo_ttft_ms", 0.001, 1e9, "X", "time to first token that counts as good"),
+    _Number("slo_itl_ms", 0.001, 1e9, "Y", "p99 of a request's gaps between tokens that counts as good"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +78,12 @@ class BenchConfig:
                 f"--shared-prefix-tokens {self.shared_prefix_tokens} must be less than --input-tokens "
                 f"{self.input_tokens}: each prompt ends with tokens of its own"
             )
-        limits = {
-            "--input-tokens": (self.input_tokens, 1, 10**7),
-            "--shared-prefix-tokens": (self.shared_prefix_tokens, 0, 10**7),
-            "--output-tokens": (1 if self.output_tokens is None else self.output_tokens, 1, 10**6),
-            "--requests": (self.requests, 1, MAX_REQUESTS),
-            "--warmup": (self.warmup, 0, MAX_REQUESTS),
-            "--concurrency": (1 if self.concurrency is None else self.concurrency, 1, MAX_CONNECTIONS),
-            "--rate": (1.0 if self.rate is None else self.rate, 1e-3, 1e5),
-            "--timeout-s": (self.timeout_s, 0.1, 86400),
-            "--slo-ttft-ms": (1.0 if self.slo_ttft_ms is None else self.slo_ttft_ms, 0.001, 1e9),
-            "--slo-itl-ms": (1.0 if self.slo_itl_ms is None else self.slo_itl_ms, 0.001, 1e9),
-        }
-        for flag, (value, low, high) in limits.items():
-            if not low <= value <= high:
-                raise ConfigError(f"{flag} must be between {low:g} and {high:g}, not {value:g}")
+        for number in NUMBERS:
+            value = getattr(self, number.key)
+            if value is not None and not number.low <= value <= number.high:
+                raise ConfigError(
+                    f"{number.flag} must be between {number.low:g} and {number.high:g}, not {value:g}"
+                )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,45 +102,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="completions",
         help="which API (default: completions)",
     )
-    add("--input-tokens", type=int, default=512, metavar="N", help="tokens of a prompt (default: 512)")
-    add(
-        "--shared-prefix-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of these, equal in all prompts (default: 0)",
-    )
-    add(
-        "--output-tokens",
-        type=int,
-        metavar="N",
-        help="tokens to generate (default: 64, or as many as in the dataset)",
-    )
+    for number in NUMBERS:
+        field = BenchConfig.__dataclass_fields__[number.key]
+        kind = float if "float" in str(field.type) else int
+        add(number.flag, type=kind, default=field.default, metavar=number.metavar, help=number.help)
     add(
         "--dataset",
         metavar="FILE",
         help="prompts and lengths: a ShareGPT file (JSON) or a Mooncake trace (JSON lines with times)",
     )
-    add("--requests", type=int, default=64, metavar="N", help="measured requests (default: 64)")
-    add("--warmup", type=int, default=4, metavar="N", help="requests before the measured ones (default: 4)")
-    add(
-        "--concurrency",
-        type=int,
-        metavar="C",
-        help="most requests in flight (default: 4, but with --rate or a trace as many as are due)",
-    )
-    add("--rate", type=float, metavar="R", help="Poisson arrivals a second, whatever the server does")
     add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
-    add(
-        "--timeout-s", type=float, default=600.0, metavar="S", help="most one request may take (default: 600)"
-    )
-    add("--slo-ttft-ms", type=float, metavar="X", help="time to first token that counts as good")
-    add(
-        "--slo-itl-ms",
-        type=float,
-        metavar="Y",
-        help="p99 of a request's gaps between tokens that counts as good",
-    )
     add_key_file(parser)
     add(
         "--json",

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.fleet.operator import operator
 from segue.server.frontend.frontend_listener import FrontendListener
-from segue.server.frontend.keys import ApiKeys, read_keys
+from segue.server.frontend.keys import ApiKeys
 from segue.server.frontend.trace_context import TraceContext, passed_on
 from segue.server.instance.gc import frozen_imports
 from segue.server.messages.records import Records
@@ -37,7 +37,7 @@ from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord
 from segue.server.settings.commands import FrontendConfig
 from segue.server.supervisor import service_manager
-from segue.server.supervisor.lifeline import Lifeline
+from segue.server.supervisor.lifeline import Lifeline, on_signals
 
 log = logging.getLogger("segue.frontend")
 
@@ -48,15 +48,13 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline:
     came while modules were still imported, in a thread that cannot be stopped."""
     limits = config.limit.limits()
     tls = tls_from_files(config.tls, None)
-    keys = ApiKeys(read_keys(config.access), config.access.prefix_cache_sharing)
+    keys = ApiKeys.of(config.access)
     registry = RegistryClient(
         config.registry, secret=config.secret or None, limits=limits, on_error=_say, tls=tls
     )
     try:
-        async with (
-            drain_signals(supervised=lifeline.supervised) as stop,
-            contextlib.AsyncExitStack() as closing,
-        ):
+        async with contextlib.AsyncExitStack() as closing:
+            stop = closing.enter_context(drain_signals(supervised=lifeline.supervised))
             metrics = Metrics()
             ProcessCollector(registry=metrics.registry)
             listener = FrontendListener(
@@ -66,6 +64,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline:
                 keys=keys,
                 metrics=metrics,
                 clients=config.clients,
+                hosts=config.access.hosts,
             )
             closing.push_async_callback(listener.close)
             log.info("event=listening url=%s", listener.url)
@@ -199,7 +198,7 @@ def _in_thread(work: Callable[[], ModuleType]) -> asyncio.Future[ModuleType]:
     return found
 
 
-async def _before(work: asyncio.Future[ModuleType], stop: asyncio.Event) -> bool:
+async def _before(work: asyncio.Future[Any], stop: asyncio.Event) -> bool:
     """Whether `work` was done before somebody wanted us to stop."""
     stopped = awaited(stop.wait())
     either: set[asyncio.Future[Any]] = {work, stopped}
@@ -221,25 +220,23 @@ async def first_record(registry: RegistryClient, stop: asyncio.Event) -> Instanc
                     return records[0]
         return None
 
-    found, stopped = awaited(first()), awaited(stop.wait())
+    found = awaited(first())
     try:
-        await asyncio.wait({found, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        return found.result() if found.done() else None
+        return found.result() if await _before(found, stop) else None
     finally:
-        for task in (found, stopped):
-            task.cancel()
-        await asyncio.gather(found, stopped, return_exceptions=True)
+        found.cancel()
+        await asyncio.gather(found, return_exceptions=True)
 
 
 def _say(error: Exception) -> None:
     log.warning("event=trouble error=%r", str(error))
 
 
-@contextlib.asynccontextmanager
-async def drain_signals(*, supervised: bool) -> AsyncIterator[asyncio.Event]:
+@contextlib.contextmanager
+def drain_signals(*, supervised: bool) -> Iterator[asyncio.Event]:
     """An event that the first signal sets. The second cancels the task that entered this, unless it is
     `supervised`: a supervisor sends SIGKILL for that, and its SIGTERM may follow a service manager's."""
-    loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    task, stop = asyncio.current_task(), asyncio.Event()
     assert task is not None
 
     def on_signal() -> None:
@@ -249,11 +246,5 @@ async def drain_signals(*, supervised: bool) -> AsyncIterator[asyncio.Event]:
             service_manager.stopping()
         stop.set()
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal)
-    try:
+    with on_signals(on_signal, signal.SIGINT, signal.SIGTERM):
         yield stop
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

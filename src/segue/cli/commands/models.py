@@ -60,8 +60,8 @@ def model_size(path: Path, dtype: str) -> ModelSize | None:
         token_bytes = item_bytes * family.kv_layers(config) * family.kv_items(config)
         state_bytes = sum(tensor.nbytes for tensor in family.state(config, dtype, item_bytes))
         weight_bytes = item_bytes * weight_count(path)
-        return ModelSize(weight_bytes, token_bytes, config["max_position_embeddings"], state_bytes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ModelSize(weight_bytes, token_bytes, family.context_tokens(config), state_bytes)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from segue.cli import flags
 from segue.cli.commands.operate_flags import seconds
+from segue.cli.terminal import print_json
 from segue.kv import (
     BootstrapTimeout,
     BootstrapUnreachable,
@@ -22,23 +21,30 @@ from segue.kv import (
     DeadlineExceeded,
     LeaderId,
     Limits,
-    NotFound,
     PeerLost,
     Role,
     SegueError,
 )
+from segue.kv.errors import NotFound
+from segue.kv.printable import printable
 from segue.kv.session import tls_from_files
 from segue.server.fleet.life import Life, describe_life
 from segue.server.fleet.operator import DIGITS, Operator, Row, operator, pairs
 from segue.server.messages.operate import PairStatus, Status
 from segue.server.messages.records import MAX_RECORDS, MAX_RECORDS_BYTES
+from segue.server.observe import logs
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.settings.commands import OperatorConfig
 from segue.server.settings.registry_address import registry_places
 from segue.server.supervisor.local_deployments import local_deployments, local_instances
 
+if TYPE_CHECKING:
+    from segue.server.fleet.fleet_view import LinkView
+
 #: The pause before an instance of this host that did not answer is asked again, in seconds.
 AGAIN_S = 1.0
+#: Characters of a line below the tables.
+_LINE_CHARS = 4096
 
 
 def operate(args: argparse.Namespace) -> int:
@@ -100,7 +106,7 @@ async def _drain_self(config: OperatorConfig, timeout_s: float) -> int:
             timeout_s = round(ends_at - time.monotonic() - AGAIN_S, 1)
             if timeout_s <= 0:
                 raise
-            print(f"segue: {error}; it is asked again", file=sys.stderr, flush=True)
+            logs.say(f"{error}; it is asked again")
             await asyncio.sleep(AGAIN_S)
 
 
@@ -142,12 +148,10 @@ async def _ps(fleets: Mapping[str, OperatorConfig], *, as_json: bool) -> int:
         except SegueError as error:
             if len(fleets) == 1:
                 raise
-            print(f"segue: {url}: {error}", file=sys.stderr)
+            logs.say(f"{url}: {error}")
             status = 1
     if as_json:
-        print(
-            msgspec.json.format(msgspec.json.encode([row for each in rows.values() for row in each])).decode()
-        )
+        print_json([row for each in rows.values() for row in each])
     elif len(fleets) == 1:
         print(*map(shown, rows.values()), sep="\n")
     else:
@@ -170,7 +174,7 @@ async def _explain(fleets: Mapping[str, OperatorConfig], request_id: str, *, as_
         if life.parts:
             break
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(life)).decode())
+        print_json(life)
     elif life.parts:
         print(describe_life(life))
     if not life.parts:
@@ -242,24 +246,12 @@ def shown(rows: Sequence[Row]) -> str:
             ("PREFILL", "DECODE", "TRANSPORT", "GB/S", "GB", "HAND-OFFS", "FAILED"),
             [(*names, *pair_cells(pair)) for names, pair in sorted(joined.items(), key=lambda item: item[0])],
         )
-    for part in (chosen(joined), troubles):
-        if part:
-            text += "\n\n" + "\n".join(part)
+    if troubles:
+        text += "\n\n" + "\n".join(printable(line, _LINE_CHARS) for line in troubles)
     return text
 
 
-def chosen(joined: Mapping[tuple[str, str], PairStatus]) -> list[str]:
-    """A line for each pair whose transport a probe has chosen: the measurements of that transport and of the
-    others."""
-    choices = {names: pair.choice for names, pair in sorted(joined.items(), key=lambda item: item[0])}
-    return [
-        f"{prefill} to {decode}: {choice.describe()}"
-        for (prefill, decode), choice in choices.items()
-        if choice is not None and choice.candidates
-    ]
-
-
-def pair_cells(pair: PairStatus) -> tuple[str, ...]:
+def pair_cells(pair: PairStatus | LinkView) -> tuple[str, ...]:
     """The cells of a pair's row: transport, GB/s, GB, succeeded and failed hand-offs."""
     speed, size = "-", "-"  # nothing was carried yet, or only decode answered, which has measured nothing
     if pair.nbytes:
@@ -289,7 +281,8 @@ def duration(seconds: float) -> str:
 
 
 def table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    """Columns as wide as their longest entry."""
+    """Columns as wide as their longest entry; characters that a terminal does not print are escaped."""
+    lines = [tuple(map(printable, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

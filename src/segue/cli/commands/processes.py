@@ -14,13 +14,11 @@ import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
 
 from segue.cli import flags
 from segue.cli.commands.models import located, model_size, resolve
 from segue.engine.cpu.processor import this_processor
 from segue.engine.model_names import served_name
-from segue.engine.models.model_store import cache_folder
 from segue.kv import ConfigError, Internal, Limits, OutOfCapacity, Role, SegueError
 from segue.kv.session import EventLoop, Tls, tls_from_files
 from segue.server.frontend.keys import read_keys
@@ -32,7 +30,7 @@ from segue.server.settings.layers import argv, nearest
 from segue.server.settings.registry_address import bracket
 from segue.server.settings.shared_config import AccessConfig
 from segue.server.supervisor import service_manager
-from segue.server.supervisor.console import Console, LogFolder
+from segue.server.supervisor.console import Console
 from segue.server.supervisor.dp_rank_processes import RankProcesses
 from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready
 from segue.server.supervisor.local_deployments import announced, announced_instance
@@ -48,10 +46,14 @@ LOOPBACK = "127.0.0.1"
 WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1"}
 
 
+def serve_command(args: argparse.Namespace) -> int:
+    """Run a deployment with the settings of `args`."""
+    return serve(flags.with_secret(flags.load(ServeConfig, "serve", args)))
+
+
 def serve(config: ServeConfig) -> int:
     """Run a deployment until a signal; the exit status."""
-    folder = log_folder(config.engine.cache)
-    console = Console(folder=folder, log_format=config.log.log_format)
+    console = Console(log_format=config.log.log_format)
     status = 1
     try:
         logs.configure(config.log, "serve", console)
@@ -62,8 +64,6 @@ def serve(config: ServeConfig) -> int:
     finally:
         console.close()
         logs.configure(config.log, "serve")
-        if folder is not None:
-            folder.close(keep=status != 0)
     if reason:
         logs.say(reason)
     return status
@@ -107,16 +107,6 @@ def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
     return outcome.status, outcome.reason
 
 
-def log_folder(cache: str | None) -> LogFolder | None:
-    """The folder of the children's full logs; None, with a warning, if no file can be written there."""
-    parent = (Path(cache) if cache else cache_folder()) / "logs"
-    try:
-        return LogFolder(parent)
-    except OSError as exc:
-        logs.say(f"no log files are kept: {parent} cannot be written: {exc.strerror}", logging.WARNING)
-        return None
-
-
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """A SIGTERM is a KeyboardInterrupt, as a SIGINT is, while nobody else handles it."""
@@ -129,7 +119,8 @@ def _interruptible() -> Iterator[None]:
 
 def check_transport(setting: str) -> None:
     """Raise a ConfigError for a transport that does not exist, or that was named and cannot work here."""
-    from segue.kv import AUTO_TRANSPORT, KINDS, USABLE
+    from segue.kv import KINDS, USABLE
+    from segue.kv.transport.kinds import AUTO_TRANSPORT
 
     named = [name for name in setting.split(",") if name != AUTO_TRANSPORT]
     found = KINDS.available() if named else {}

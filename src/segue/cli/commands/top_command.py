@@ -6,13 +6,13 @@ import argparse
 import ssl
 from collections.abc import Iterator
 
-import httpx
+import httpx2 as httpx
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
 from segue.cli.commands.client_flags import authorization, server_of, trusting
-from segue.cli.commands.operate_commands import duration
+from segue.cli.commands.operate_commands import duration, pair_cells
 from segue.cli.terminal import Group, RenderableType, live, terminal
 from segue.kv import DECODE_ERRORS, ConfigError, PeerLost, SegueError
 from segue.server.fleet.fleet_view import LOOK_S, PATH, FleetView, Percentiles, ReplicaView
@@ -156,9 +156,7 @@ def _bar(used: int, quarantined: int, total: int) -> Text:
 def _links(view: FleetView) -> Table:
     table = _table("PREFILL", "DECODE", "TRANSPORT", "GB/S", "GB", "HAND-OFFS", "FAILED", numbers=4)
     for link in view.links:
-        speed = f"{link.bytes_per_s / 1e9:.2f}" if link.nbytes else "-"
-        table.add_row(link.prefill, link.decode, link.transport, speed, f"{link.nbytes / 1e9:.3f}",
-                      str(link.succeeded), str(link.failed))  # fmt: skip
+        table.add_row(link.prefill, link.decode, *pair_cells(link))
     return table
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from segue.cli.doctor import host_checks, host_facts, instance_checks
+from segue.cli import flags
+from segue.cli.doctor import host_checks, instance_checks
 from segue.cli.doctor.host_checks import Check
-from segue.cli.terminal import terminal
-from segue.kv import FAR_UNDER, KINDS, USABLE, ConfigError
+from segue.cli.terminal import print_json, terminal, write_json
+from segue.kv import KINDS, USABLE
 from segue.kv.session import tls_from_files
-from segue.lab.bench import transport_probe
-from segue.lab.bench.transport_probe import Speed
+from segue.kv.transport.host_speed import Speed, measure
 from segue.server.settings.commands import DoctorConfig
+
+#: A transport is reported as slow if it has less than one part in so many of the host's own memory speed.
+FAR_UNDER = 20
+#: Less than so many times the speed of another transport is noise.
+CLEARLY_FASTER = 1.5
 
 
 class TransportRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +50,7 @@ def transport_rows(available: Mapping[str, str]) -> tuple[list[TransportRow], li
         if not KINDS.kind(name).moves_bytes:
             rows.append(TransportRow(name=name, usable=True))
             continue
-        measured = transport_probe.measure(name)
+        measured = measure(name)
         if isinstance(measured, str):
             rows.append(TransportRow(name=name, usable=False, why_not=measured))
             mend = "see the other lines of this table; or give another --transport"
@@ -53,7 +58,22 @@ def transport_rows(available: Mapping[str, str]) -> tuple[list[TransportRow], li
             continue
         rows.append(TransportRow(name=name, usable=True, speed=measured))
         found.append(speed_check(measured))
-    return rows, found
+    return rows, found + order_check(rows)
+
+
+def order_check(rows: Sequence[TransportRow]) -> list[Check]:
+    """A warning for a transport of `auto` that is slower than one behind it: a pair uses the first one that
+    works."""
+    speeds = {row.name: row.speed.gb_per_s for row in rows if row.speed is not None}
+    order = [name for name in KINDS.automatic() if name in speeds]
+    for place, name in enumerate(order):
+        faster = max(order[place:], key=lambda other: speeds[other])
+        if speeds[faster] > CLEARLY_FASTER * speeds[name]:
+            times = speeds[faster] / speeds[name]
+            found = f"pairs use {name}, and {faster} is {times:.1f} times as fast here"
+            others = [faster, *(other for other in order if other != faster)]
+            return [Check("transport order", "warn", found, f"--transport {','.join(others)}")]
+    return []
 
 
 def speed_check(speed: Speed) -> Check:
@@ -69,33 +89,30 @@ def speed_check(speed: Speed) -> Check:
 def examine(config: DoctorConfig) -> Report:
     """Everything that can be seen and measured. Raises ConfigError for a setting."""
     encryption = tls_from_files(config.tls, None)
-    facts = host_facts.gather(config.cache)
-    rows, speeds = transport_rows(facts.transports)
-    found = [*host_checks.checks(facts), *speeds]
+    found = host_checks.checks(config.cache)
+    rows, speeds = transport_rows(KINDS.available())
+    found += speeds
     if config.registry is not None:
         found += instance_checks.look(config.registry, config.secret or None, encryption)
     return Report(checks=found, transports=rows)
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    """Examine this host with the settings of `args`."""
+    return doctor(flags.with_secret(flags.load(DoctorConfig, "doctor", args)), args.json)
 
 
 def doctor(config: DoctorConfig, json: str | None) -> int:
     """Print the report, or write it as JSON to the file `json` (`-`: standard output). 1 if something is
     wrong, else 0."""
     report = examine(config)
-    text = msgspec.json.format(msgspec.json.encode(report)).decode()
     if json == "-":
-        print(text)
+        print_json(report)
     else:
         _print(report)
     if json not in (None, "-"):
-        _write(Path(str(json)), text)
-    return 1 if host_checks.wrong(report.checks) else 0
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text + "\n", encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"--json {file} cannot be written: {exc.strerror}") from exc
+        write_json(str(json), report)
+    return int(any(check.state == "wrong" for check in report.checks))
 
 
 def _print(report: Report) -> None:

@@ -9,7 +9,8 @@ from itertools import product
 
 from segue import __version__
 from segue.cli.doctor.host_checks import Check
-from segue.kv import KINDS, Limits, Role, SegueError, model_difference
+from segue.kv import KINDS, Limits, Role, SegueError
+from segue.kv.model_match import model_difference
 from segue.kv.session import Tls
 from segue.server.registry.client import open_backend
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord

@@ -6,6 +6,7 @@ import ctypes
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,8 @@ from segue.engine.packing import Packed
 from segue.engine.ranks.collectives import ALONE, Place
 from segue.engine.ranks.experts import SharedExperts, share_experts
 from segue.engine.ranks.slicing import cut, part_of
-from segue.engine.replica_engine import ReplicaEngine, TokenSampler, make_engine
+from segue.engine.replica_engine import ReplicaEngine, make_engine
+from segue.engine.sampler import Sampler
 from segue.kv import ConfigError, Internal, Memory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
@@ -144,10 +146,10 @@ def load_forward(
 ) -> CpuForward:
     """Load the part of the model in `folder` that the rank at `place` computes, with its KV pool.
 
-    The pools of all ranks of the replica take at most `pool_bytes` together. `threads` is the number of cores
-    torch uses in this process. With a `dp_size` of more than 1 so many DP ranks share out the experts, and
-    this is `dp_rank`. `cache` is segue's cache folder if not the default one. Raises ConfigError with what to
-    change.
+    The pools of all ranks of the replica take at most `pool_bytes` together; this rank's is in `memory`
+    if given, else in a new memfd. `threads` is the number of cores torch uses in this process. With a
+    `dp_size` of more than 1 so many DP ranks share out the experts, and this is `dp_rank`. `cache` is
+    segue's cache folder if not the default one. Raises ConfigError with what to change.
     """
     if threads < 1:
         raise ConfigError(f"--threads-per-worker must be at least 1, not {threads}")
@@ -168,30 +170,8 @@ def load_forward(
     return CpuForward(identity, loaded, head, kernels, pool, place, experts)
 
 
-def load_engine(
-    folder: Path,
-    *,
-    dtype: str,
-    pool_bytes: int,
-    page_tokens: int = 16,
-    threads: int = 1,
-    memory: Memory | None = None,
-    sampler: TokenSampler | None = None,
-    cache: str | Path | None = None,
-) -> ReplicaEngine:
-    """Load the model in `folder` (transformers configuration and safetensors) with a KV pool.
-
-    The pool takes at most `pool_bytes`, in `memory` if given, else in a new memfd. `threads` is
-    the number of cores torch uses in this process. `sampler` as `make_engine`'s, `cache` as
-    `load_forward`'s. Raises ConfigError with what to change.
-    """
-    own = load_forward(
-        folder,
-        dtype=dtype,
-        pool_bytes=pool_bytes,
-        page_tokens=page_tokens,
-        threads=threads,
-        memory=memory,
-        cache=cache,
-    )
+def load_engine(folder: Path, *, sampler: Sampler | None = None, **options: Any) -> ReplicaEngine:
+    """The engine of the model in `folder` on one rank: `load_forward` with `options`, and `make_engine` with
+    `sampler`."""
+    own = load_forward(folder, **options)
     return make_engine(folder, own, own, sampler)

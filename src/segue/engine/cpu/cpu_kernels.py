@@ -37,8 +37,8 @@ from segue.engine.cpu.cpu_numba import (
     wide,
 )
 from segue.engine.cpu.kernel_cache import Source, compile_kernels
-from segue.engine.models.model_store import cache_folder
 from segue.kv import ConfigError
+from segue.kv.model_weights import cache_folder
 
 #: Tokens whose scores are held at once; with their K and V they fit into the first-level cache.
 BLOCK_TOKENS = 128

@@ -45,18 +45,6 @@ class Product(Protocol):
         ...
 
 
-class GatedProduct(Product, Protocol):
-    """And with what else may follow folded in."""
-
-    def activated(self, x: Tensor) -> Tensor:
-        """The product through the model's activation."""
-        ...
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """The product, times `other` element by element. May reuse `other`'s memory."""
-        ...
-
-
 class PackedProduct:
     """A product whose weights lie in the order oneDNN's kernels read them in."""
 
@@ -72,10 +60,12 @@ class PackedProduct:
         return out
 
     def activated(self, x: Tensor) -> Tensor:
+        """The product through the model's activation."""
         out: Tensor = self._unary(x, self.weight, self.bias, self._activation, [], self._algorithm)
         return out
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """The product, times `other` element by element. May reuse `other`'s memory."""
         out: Tensor = self._binary(x, other, self.weight, self.bias, "mul")
         return out
 
@@ -164,7 +154,7 @@ class ProductMaker:
         product = self.joined(linear)
         return product if self.tp is None else SummedProduct(product, self.tp)
 
-    def joined(self, *linears: nn.Linear) -> GatedProduct:
+    def joined(self, *linears: nn.Linear) -> PackedProduct | PlainProduct:
         """One product that gives the outputs of all `linears` side by side."""
         weight = linears[0].weight.detach()
         if len(linears) > 1:

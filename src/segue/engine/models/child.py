@@ -1,7 +1,7 @@
-"""Work that fetches or converts a model runs in a child process, which says in JSON lines how far it is.
+"""Work that converts a model runs in a child process, which says in JSON lines how far it is.
 
 Its memory is given back when it ends, and it can be ended at any time. Messages are `{"stage", "done",
-"total"}`, `{"warning"}`, and as the last one `{"error"}` or `{"result"}`.
+"total"}`, and as the last one `{"error"}` if it fails.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import os
 import re
 import selectors
@@ -18,34 +17,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from segue.kv import ConfigError
 
-log = logging.getLogger("segue.store")
-
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-#: Called with a stage (`download`, `unpack`, `hash`, `wait`, `convert`, `write`), the bytes done and the
+#: Called with a stage (`download`, `unpack`, `hash`, `wait`, `convert`), the bytes done and the
 #: bytes in all (0: unknown).
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a child ended: its exit status, what it said last, and the last line of what else it wrote."""
-
-    status: int
-    result: str
-    noise: str
-
-    @property
-    def why(self) -> str:
-        """Why it failed, for a sentence."""
-        killed = "it was killed, perhaps for lack of memory"
-        return killed if self.status == -signal.SIGKILL else self.noise or "no message"
 
 
 # --- the parent's side ------------------------------------------------------------------------
@@ -58,14 +39,13 @@ def run(
     progress: Progress,
     *,
     deadline_s: float,
-    silence_s: float,
-    percent: re.Pattern[bytes] | None = None,
-) -> Ended:
+    percent: re.Pattern[bytes],
+) -> tuple[int, str]:
     """Run `python -m module arguments` and pass its progress on; where it says nothing itself, `percent`
-    finds it in the output of its libraries.
+    finds it in the output of its libraries. Its exit status, and why it failed if that is not 0.
 
-    Raises ConfigError with the child's own word, and TimeoutError after `deadline_s`, or `silence_s` without
-    a line unless its stage is `wait` (another process works). Nothing is left running.
+    Raises ConfigError with the child's own word, and TimeoutError after `deadline_s`; nothing is left
+    running.
     """
     environ = os.environ | environment
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_source_root(), os.environ.get("PYTHONPATH")]))
@@ -77,25 +57,20 @@ def run(
         env=environ,
     )
     deadline = time.monotonic() + deadline_s
-    error, result, noise, total = "", "", b"", 0
-    lines = _Lines(child, deadline, silence_s)
+    error, noise, total = "", b"", 0
     try:
-        for stream, line in lines:
+        for stream, line in _lines(child, deadline):
             if stream == "err":
                 noise = (noise + line + b"\n")[-4000:]
-                found = percent.search(line) if percent else None
+                found = percent.search(line)
                 if found:
                     progress("convert", total * int(found[1]) // 100, total)
                 continue
             message = json.loads(line)
             if "stage" in message:
-                total, lines.silence_s = message["total"], silence_s
-                if message["stage"] == "wait":
-                    lines.silence_s = deadline_s
+                total = message["total"]
                 progress(message["stage"], message["done"], total)
-            elif "warning" in message:
-                log.warning("%s", message["warning"])
-            error, result = message.get("error", error), message.get("result", result)
+            error = message.get("error", error)
         try:
             status = child.wait(timeout=max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired as exc:
@@ -104,7 +79,9 @@ def run(
         _end(child)
     if error:
         raise ConfigError(error)
-    return Ended(status, result, noise.decode(errors="replace").strip().rpartition("\n")[2])
+    if status == -signal.SIGKILL:
+        return status, "it was killed, perhaps for lack of memory"
+    return status, noise.decode(errors="replace").strip().rpartition("\n")[2] or "no message"
 
 
 def _source_root() -> str:
@@ -112,39 +89,31 @@ def _source_root() -> str:
     return str(Path(__file__).resolve().parents[3])
 
 
-class _Lines:
+def _lines(child: subprocess.Popen[bytes], deadline: float) -> Iterator[tuple[str, bytes]]:
     """Lines of the child's output ("out") and errors ("err") as they come; `\\r` ends one too.
-    TimeoutError at `deadline`, or after `silence_s` without one."""
-
-    def __init__(self, child: subprocess.Popen[bytes], deadline: float, silence_s: float) -> None:
-        self.silence_s = silence_s
-        self._child = child
-        self._deadline = deadline
-
-    def __iter__(self) -> Iterator[tuple[str, bytes]]:
-        assert self._child.stdout is not None
-        assert self._child.stderr is not None
-        rest = {"out": b"", "err": b""}
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._child.stdout, selectors.EVENT_READ, "out")
-            selector.register(self._child.stderr, selectors.EVENT_READ, "err")
-            while selector.get_map():
-                left_s = self._deadline - time.monotonic()
-                wait_s = max(0.0, min(self.silence_s, left_s))
-                # Twice: whoever was stopped for longer is told of nothing, and what was said meanwhile waits.
-                ready = selector.select(wait_s) or selector.select(0.0)
-                if not ready:
-                    raise TimeoutError
-                for key, _ in ready:
-                    data = os.read(key.fd, 65536)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                        continue
-                    *whole, rest[key.data] = re.split(rb"[\r\n]", rest[key.data] + data)
-                    rest[key.data] = rest[key.data][-65536:]
-                    for line in whole:
-                        if line.strip():
-                            yield key.data, line
+    TimeoutError at `deadline`."""
+    assert child.stdout is not None
+    assert child.stderr is not None
+    rest = {"out": b"", "err": b""}
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ, "out")
+        selector.register(child.stderr, selectors.EVENT_READ, "err")
+        while selector.get_map():
+            wait_s = max(0.0, deadline - time.monotonic())
+            # Twice: whoever was stopped for longer is told of nothing, and what was said meanwhile waits.
+            ready = selector.select(wait_s) or selector.select(0.0)
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                data = os.read(key.fd, 65536)
+                if not data:
+                    selector.unregister(key.fileobj)
+                    continue
+                *whole, rest[key.data] = re.split(rb"[\r\n]", rest[key.data] + data)
+                rest[key.data] = rest[key.data][-65536:]
+                for line in whole:
+                    if line.strip():
+                        yield key.data, line
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -182,9 +151,9 @@ def is_no_room(exc: BaseException) -> bool:
     return bool(re.search(r"No space left|os error (28|122|27)\b|quota exceeded", str(exc)))
 
 
-def work(job: Callable[[], str], explain: Callable[[Exception], str]) -> NoReturn:
-    """The child's main: run `job` and say its result, or a ConfigError's text, or what `explain` makes of
-    another exception. SIGTERM leaves through every `finally`."""
+def work(job: Callable[[], object], explain: Callable[[Exception], str]) -> NoReturn:
+    """The child's main: run `job`, and say a ConfigError's text, or what `explain` makes of another
+    exception. SIGTERM leaves through every `finally`."""
 
     def stop(signum: int, frame: object) -> NoReturn:
         raise SystemExit(128 + signum)
@@ -193,7 +162,7 @@ def work(job: Callable[[], str], explain: Callable[[Exception], str]) -> NoRetur
     status = 1
     with contextlib.suppress(KeyboardInterrupt):
         try:
-            say(result=job())
+            job()
             status = 0
         except ConfigError as exc:
             say(error=exc.info.text)

@@ -1,10 +1,12 @@
-"""Whether a folder holds a complete Hugging Face model, by names, headers and sizes."""
+"""Whether a folder holds a complete Hugging Face model: by names, headers and sizes before it is loaded, by
+the names of its weights afterwards."""
 
 from __future__ import annotations
 
 import errno
 import json
 import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +46,56 @@ def _check_weights(folder: Path) -> None:
             raise ConfigError(f"{folder} lacks the weight file {missing[0]} ({len(missing)} missing in all).")
         for name in files:
             if name.endswith(".safetensors"):
-                _check_safetensors(folder / name)
+                _check_header(folder / name)
         return
     raise ConfigError(f"{folder} has no weights (model.safetensors or pytorch_model.bin, whole or sharded).")
 
 
-def _check_safetensors(path: Path) -> None:
+def _check_header(path: Path) -> None:
     """Refuse a file that is cut short or is something else, by its header alone."""
-    size = path.stat().st_size
     try:
         with path.open("rb") as file:
-            header, start = tensor_header(file)
-        end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
-        raise ConfigError(f"{path} has a broken safetensors header ({exc}).") from exc
-    if end != size:
-        raise ConfigError(f"{path} has {size} bytes where its header needs {end}: copy it again.")
+            tensor_header(file)
+    except (ValueError, TypeError, LookupError, AttributeError) as exc:
+        raise ConfigError(f"{path} has a broken safetensors header: {exc}") from exc
+
+
+def check_loaded(source: Path, found: Mapping[str, Any], unused: Collection[str]) -> None:
+    """Raise a ConfigError unless all weights of a model came from `source` with their shapes (`found` is what
+    transformers says of the loading), and none of those in `source` are `unused`. transformers fills gaps
+    with random numbers, and passes over what it does not know."""
+    if missing := found["missing_keys"]:
+        raise ConfigError(
+            f"{source} lacks {_some(missing)}: weights of the model that its configuration describes. Copy "
+            "all files of the model again; an adapter has to be merged into its model first."
+        )
+    mismatched = [f"{name} {tuple(has)} for {tuple(need)}" for name, has, need in found["mismatched_keys"]]
+    if wrong := mismatched or unused:
+        raise ConfigError(
+            f"{source} has {_some(wrong)}: not of the model that its configuration describes. Give the "
+            "configuration and the weights of one model."
+        )
+
+
+def of_layers(model: Any, names: Collection[str]) -> list[str]:
+    """Which weights of these `names`, none of them in `model`, would change its answers. Others are of models
+    that share the file: a vision tower, heads for training, layers that predict further tokens."""
+    parts = {name for name, _ in model.named_modules() if "." in name} | {"lm_head"}
+    layers, more = model.config.num_hidden_layers, getattr(model.config, "num_nextn_predict_layers", 0)
+    beside = {f"model.layers.{layers + i}" for i in range(more)}
+    return [
+        name for name in names if not parts.isdisjoint(_parents(name)) and beside.isdisjoint(_parents(name))
+    ]
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _some(names: Collection[str]) -> str:
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
 def read_json(path: Path, missing: str) -> dict[str, Any]:

@@ -6,25 +6,27 @@ fetched again. From it this module takes less than a whole repository: `config.j
 that cannot run is refused before its weights come; then the tokenizer and one set of weights, safetensors
 where there are any. A weight file that was interrupted goes on where it stopped, also in another process:
 its part lies beside the cache's blobs under a name of ours, and becomes a blob when its size and checksum are
-those that the Hub names. It runs in a child process (`engine.models.child`).
+those that the Hub names. The work is done by a thread that no end of the process waits for.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import re
-import sys
+import threading
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any
 
-from segue.engine.models import child
-from segue.engine.models.child import Progress
+from segue.engine.models.child import Progress, is_no_room
 from segue.engine.models.folders import check_folder, check_room, read_json
 from segue.engine.models.model_registry import refuse_unsupported
 from segue.kv import ConfigError
+
+log = logging.getLogger("segue.store")
 
 #: A day for all of it, and five minutes without a byte; a large model on a slow line takes hours.
 DEADLINE_S = 86400.0
@@ -40,36 +42,69 @@ _SMALL = re.compile(
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _ASK_S = 10.0
 _BLOCK_BYTES = 4 * 2**20
-#: How many bytes come between two words on how far it is.
+#: How many bytes are written, and told of, at once.
 _STEP_BYTES = 2**20
 
 
 def fetch(name: str, revision: str | None, *, weights: bool, progress: Progress) -> Path:
     """The complete folder of the Hub's model `name` (checked; see `check_folder`), fetched if need be.
 
-    `revision` is a branch, a tag or a commit (default: the Hub's). Raises ConfigError in one sentence.
+    `revision` is a branch, a tag or a commit (default: the Hub's). `progress` is called by another thread.
+    Raises ConfigError in one sentence.
     """
-    environment = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     try:
-        ended = child.run(
-            "segue.engine.models.hub",
-            [name, revision or "", "weights" if weights else "tokenizer"],
-            environment,
-            progress,
-            deadline_s=DEADLINE_S,
-            silence_s=SILENCE_S,
-        )
+        # All that is used: no process may end while a thread of it imports.
+        from huggingface_hub import close_session, constants, file_download, hf_api  # noqa: F401
+        from huggingface_hub.utils import disable_progress_bars, logging
+    except ImportError as exc:
+        raise ConfigError(f"Models of the Hub need the 'engine' extra: {exc}.") from exc
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    # A resumed download continues after the bytes on disk: write them as they come, not 10 MB at once.
+    constants.DOWNLOAD_CHUNK_SIZE = _STEP_BYTES
+    disable_progress_bars()
+    logging.set_verbosity_error()  # its warnings are no lines of our log
+    result: Future[Path] = Future()
+    # A silence is counted in halves: in a process that was stopped for longer than one, it ends at once.
+    half_s, quiet = SILENCE_S / 2, 0
+
+    def say(stage: str, done: int, total: int) -> None:
+        nonlocal quiet
+        if result.cancelled():
+            raise CancelledError
+        quiet = -round(DEADLINE_S / half_s) if stage == "wait" else 0  # another process works
+        progress(stage, done, total)
+
+    def run() -> None:
+        try:
+            result.set_result(_fetch(name, revision, weights=weights, say=say))
+        except Exception as exc:  # raised where it is waited for, if it is
+            if not result.cancelled():
+                result.set_exception(exc)
+
+    threading.Thread(target=run, name="segue-hub", daemon=True).start()
+    try:
+        for _ in range(round(DEADLINE_S / half_s)):
+            if wait([result], half_s).done or quiet > 0:
+                break
+            quiet += 1
+        folder = result.result(0)
+        close_session()
+        return folder
+    except ConfigError:
+        raise
     except TimeoutError:
         raise ConfigError(
             f"Fetching '{name}' stopped: nothing came for {SILENCE_S:.0f} s; start again, and it goes "
             "on from where it was."
         ) from None
-    if ended.status != 0 or not ended.result:
-        raise ConfigError(f"Fetching '{name}' failed (status {ended.status}): {ended.why}")
-    return Path(ended.result)
-
-
-# --- the child's side -------------------------------------------------------------------------
+    except Exception as exc:  # the library's own errors are many
+        text = f"'{name}' cannot be fetched: {type(exc).__name__}: {' '.join(str(exc).split())[:500]}"
+        if is_no_room(exc):
+            where = constants.HF_HUB_CACHE
+            text = f"There is no room for '{name}' in {where} ({exc}): free some, or set HF_HOME."
+        raise ConfigError(text) from exc
+    finally:
+        result.cancel()  # the thread ends with its next word
 
 
 def wanted(files: list[str], index: Callable[[str], dict[str, Any]], *, weights: bool) -> list[str]:
@@ -99,8 +134,7 @@ def _cached(name: str, revision: str | None, *, weights: bool) -> Path:
     return check_folder(Path(found).parent, weights=weights)
 
 
-def _fetch(name: str, revision: str | None, *, weights: bool) -> Path:
-    """The child's part of `fetch`."""
+def _fetch(name: str, revision: str | None, *, weights: bool, say: Progress) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
@@ -117,7 +151,7 @@ def _fetch(name: str, revision: str | None, *, weights: bool) -> Path:
         except ConfigError:
             pass  # fetch what is missing
     try:
-        return _download(name, revision, weights=weights)
+        return _download(name, revision, weights=weights, say=say)
     except (HTTPError, HfHubHTTPError, LocalEntryNotFoundError, ConnectionError) as exc:
         why = _refused(name, revision, exc, constants.ENDPOINT)
         if why:
@@ -129,7 +163,7 @@ def _fetch(name: str, revision: str | None, *, weights: bool) -> Path:
         except ConfigError as cached:
             text = f"{unreachable}, and of '{name}': {cached.info.text.rstrip('.')}."
             raise ConfigError(text) from exc
-        child.say(warning=f"{unreachable}; '{name}' is taken from the cache as it is there")
+        log.warning("%s; '%s' is taken from the cache as it is there", unreachable, name)
         return folder
 
 
@@ -162,7 +196,7 @@ def _refused(name: str, revision: str | None, exc: Exception, endpoint: str) -> 
     return ""
 
 
-def _download(name: str, revision: str | None, *, weights: bool) -> Path:
+def _download(name: str, revision: str | None, *, weights: bool, say: Progress) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -193,40 +227,34 @@ def _download(name: str, revision: str | None, *, weights: bool) -> Path:
     check_room(folder, total)
     done = 0
     for file in files:
+        bar = _bar(say, done, total)
         if Path(file).suffix in (".safetensors", ".bin"):
-            download_weights(name, file, folder, partial(_tell, done, total))
-        hf_hub_download(name, file, revision=commit)
+            download_weights(name, file, folder, say, bar)
+        hf_hub_download(name, file, revision=commit, tqdm_class=bar)
         done += sizes[file]
-        child.report("download", done, total)
+        say("download", done, total)
     return check_folder(folder, weights=weights)
 
 
-def _tell(before: int, total: int, more: int) -> None:
-    child.report("download", before + more, total)
+def _bar(say: Progress, before: int, total: int) -> Any:
+    """A class of progress bars, which draw nothing and say how much there is beside `before` bytes."""
+    from huggingface_hub.utils import tqdm
+
+    most = 0
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def update(self, more: float | None = 1) -> None:
+            nonlocal most
+            self.n += more or 0
+            most = max(most, int(self.n))  # one bar may be of what came, another of what is written
+            say("download", before + most, total)
+
+    return Bar
 
 
-class _Counted:
-    """A file that tells how long it is as it grows."""
-
-    def __init__(self, file: IO[bytes], told: Callable[[int], object]) -> None:
-        self._file = file
-        self._told = told
-        self._said = 0
-        self.seek, self.tell, self.truncate = file.seek, file.tell, file.truncate
-
-    def write(self, data: bytes) -> int:
-        written = self._file.write(data)
-        at = self._file.tell()
-        if abs(at - self._said) >= _STEP_BYTES:
-            self._said = at
-            self._told(at)
-        return written
-
-
-def download_weights(name: str, file: str, folder: Path, told: Callable[[int], object]) -> None:
-    """Download one file into the cache's blobs, from where an earlier process stopped. Calls `told` with the
-    number of bytes so far."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+def download_weights(name: str, file: str, folder: Path, say: Progress, bar: Any) -> None:
+    """Download one file into the cache's blobs, from where an earlier process stopped."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
@@ -245,34 +273,32 @@ def download_weights(name: str, file: str, folder: Path, told: Callable[[int], o
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                child.report("wait", 0, 0)
+                say("wait", 0, 0)
                 fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the kernel if who has it dies
             if blob.exists():  # somebody else's work, while we waited
                 part.unlink(missing_ok=True)
                 return
             with part.open("r+b") as out:
-                # A resumed download continues after the bytes on disk: write them as they come, not ten
-                # megabytes at once.
-                constants.DOWNLOAD_CHUNK_SIZE = _STEP_BYTES
                 have = out.seek(0, 2)
                 if have > about.size:
                     have = out.truncate(out.seek(0))
                 http_get(
                     about.location,
-                    _Counted(out, told),
+                    out,
                     resume_size=have,
                     headers=headers,
                     expected_size=about.size,
+                    tqdm_class=bar,
                 )
-            _check(part, about.etag, name, file)
+            _check(part, about.etag, name, file, say)
             part.rename(blob)
     except OSError as exc:
-        if child.is_no_room(exc):
+        if is_no_room(exc):
             part.unlink(missing_ok=True)  # others need the room, too
         raise
 
 
-def _check(part: Path, etag: str, name: str, file: str) -> None:
+def _check(part: Path, etag: str, name: str, file: str, say: Progress) -> None:
     """Refuse a file whose content is not what the Hub says. Its etag is the SHA-256 of a large file."""
     if not _SHA256.fullmatch(etag):
         return
@@ -281,30 +307,9 @@ def _check(part: Path, etag: str, name: str, file: str) -> None:
         while block := content.read(_BLOCK_BYTES):
             digest.update(block)
             done += len(block)
-            child.report("hash", done, total)
+            say("hash", done, total)
     if digest.hexdigest() != etag:
         part.unlink()
         raise ConfigError(
             f"{file} of '{name}' arrived with another checksum than the Hub names: start again."
         )
-
-
-def main(arguments: list[str]) -> NoReturn:
-    """`NAME REVISION weights|tokenizer`: the child process of `fetch`."""
-    name, revision, what = arguments
-
-    def explain(exc: Exception) -> str:
-        if isinstance(exc, ImportError):
-            return f"Models of the Hub need the 'engine' extra: {exc}."
-        from huggingface_hub import constants
-
-        if child.is_no_room(exc):
-            where = constants.HF_HUB_CACHE
-            return f"There is no room for '{name}' in {where} ({exc}): free some, or set HF_HOME."
-        return f"'{name}' cannot be fetched: {type(exc).__name__}: {' '.join(str(exc).split())[:500]}"
-
-    child.work(lambda: str(_fetch(name, revision or None, weights=what == "weights")), explain)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,11 @@ import torch
 from safetensors import safe_open
 
 from segue.engine.kvpool import DTYPES
+from segue.engine.models.folders import check_loaded, of_layers
 from segue.engine.models.model_registry import ModelFamily, refuse_unsupported, supported_family
 from segue.engine.models.progress import counted
-from segue.kv import ConfigError, Internal, KVShape, Part
+from segue.kv import ConfigError, Internal, KVShape
+from segue.kv.layout.content import Part
 
 #: The attention that transformers' models are told to call.
 ATTENTION_NAME = "segue_paged"
@@ -38,7 +39,6 @@ class LoadedModel:
     heads: int
     windows: tuple[int | None, ...]
     context_tokens: int
-    eos_token_ids: frozenset[int]
 
 
 def read_config(folder: Path) -> tuple[Any, ModelFamily]:
@@ -84,17 +84,20 @@ def load_model(folder: Path, dtype: str, *, in_parts: bool = False) -> LoadedMod
     logging.disable_progress_bar()
     before = logging.set_tqdm_hook(_told)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=(in_parts and family.mapped and _stored_dtype(folder)) or DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
     except (OSError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"the model in {folder} cannot be loaded: {exc}") from exc
     finally:
         logging.set_tqdm_hook(before)
+    check_loaded(folder, found, of_layers(model, found["unexpected_keys"]))
     model.eval().requires_grad_(False)
     family.reshape(model.model)
     attentions = [layer.self_attn for layer in model.model.layers if has_attention(layer)]
@@ -108,8 +111,7 @@ def load_model(folder: Path, dtype: str, *, in_parts: bool = False) -> LoadedMod
         part=Part(0, shape.layers, 0, shape.kv_heads),
         heads=int(config.num_attention_heads),
         windows=tuple(family.windows(config, attentions)),
-        context_tokens=int(config.max_position_embeddings),
-        eos_token_ids=_eos_token_ids(folder, config),
+        context_tokens=family.context_tokens(config.to_dict()),
     )
 
 
@@ -138,17 +140,3 @@ def convert(model: Any, dtype: str) -> None:
 def has_attention(layer: Any) -> bool:
     """Whether a layer has KV; else it has a state."""
     return "self_attn" in dict(layer.named_children())
-
-
-def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
-    found: set[int] = set()
-    path = folder / "generation_config.json"
-    generation: dict[str, Any] = {}
-    if path.exists():
-        try:
-            generation = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
-            raise ConfigError(f"{path} cannot be read: {exc}") from exc
-    for ids in (generation.get("eos_token_id"), config.eos_token_id):
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(found)

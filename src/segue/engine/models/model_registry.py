@@ -72,6 +72,18 @@ class ModelFamily:
         """Raise a ConfigError for what `values` asks for and is not computed."""
         refuse_layers(values.get("layer_types") or (), {"full_attention", "sliding_attention"})
 
+    def context_tokens(self, values: Mapping[str, Any]) -> int:
+        """The longest sequence. A scaled rotary embedding makes it longer, as vLLM derives it: the original
+        context times the factor."""
+        longest = int(values["max_position_embeddings"])
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        if rope.get("rope_type", rope.get("type")) not in ("linear", "yarn"):
+            return longest
+        original, factor = rope.get("original_max_position_embeddings") or longest, rope.get("factor") or 1
+        if not isinstance(original, int | float) or not isinstance(factor, int | float) or factor > 10**6:
+            raise ConfigError(f"the model's rope scaling is no pair of a length and a factor: {rope}")
+        return max(longest, int(original * factor))
+
     def kv_layers(self, values: Mapping[str, Any]) -> int:
         """How many layers have KV."""
         return int(values["num_hidden_layers"])

@@ -24,16 +24,18 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from segue.engine.model_names import DEFAULT_MODEL, is_hub_name
 from segue.engine.models import child, hub
 from segue.engine.models.child import Progress, report
-from segue.engine.models.folders import check_folder, check_room
+from segue.engine.models.folders import check_folder, check_loaded, check_room
+from segue.engine.models.gguf_options import ROPE_TENSORS, apply_rope, end_tokens
 from segue.kv import ConfigError
+from segue.kv.model_weights import cache_folder
 
 #: A new number makes every conversion a new one; raise it when what is written changes.
-CONVERSION = 1
+CONVERSION = 2
 MANIFEST = "segue-manifest.json"
 DEADLINE_S = 3600.0
 
@@ -49,15 +51,6 @@ _PERCENT = re.compile(rb"GGUF tensors.*?(\d+)%\|")
 
 def _silent(stage: str, done: int, total: int) -> None:
     """The progress callback of a caller that wants none."""
-
-
-def cache_folder() -> Path:
-    """`SEGUE_CACHE`, else `segue` in `XDG_CACHE_HOME`, else `~/.cache/segue`."""
-    explicit = os.environ.get("SEGUE_CACHE")
-    if explicit:
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "segue"
 
 
 def resolve_model(
@@ -127,13 +120,12 @@ def _obtain(cache: Path, source: str, target: Path, progress: Progress, deadline
         "TRANSFORMERS_VERBOSITY": "error",
     }
     try:
-        ended = child.run(
+        status, why = child.run(
             "segue.engine.models.model_store",
             ["obtain", source, str(cache), str(target)],
             environment,
             progress,
             deadline_s=deadline_s,
-            silence_s=deadline_s,
             percent=_PERCENT,
         )
     except TimeoutError:
@@ -141,8 +133,8 @@ def _obtain(cache: Path, source: str, target: Path, progress: Progress, deadline
             f"The model '{source}' was not ready after {deadline_s:.0f} s; "
             "perhaps another process is converting it: look, and try again."
         ) from None
-    if ended.status != 0 or not _complete(target):
-        raise ConfigError(f"Converting '{source}' failed (status {ended.status}): {ended.why}")
+    if status != 0 or not _complete(target):
+        raise ConfigError(f"Converting '{source}' failed (status {status}): {why}")
     return target
 
 
@@ -270,14 +262,21 @@ def _convert(gguf: Path, out: Path) -> None:
     import transformers
     from tokenizers import pre_tokenizers
 
-    parameters, pre_tokenizer = _inspect(gguf)
+    reader, parameters, pre_tokenizer = _inspect(gguf)
     dtype = torch.float32 if parameters <= _FLOAT32_PARAMETERS else torch.bfloat16
     check_room(out.parent, parameters * dtype.itemsize)
     names = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     report("convert", 0, gguf.stat().st_size)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        **names, dtype=dtype, quantization_config=transformers.GgufConfig(dequantize=True)
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        **names,
+        dtype=dtype,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below, by name
     )
+    check_loaded(gguf, found, _unused(reader, model))
+    apply_rope(reader, model.config)
+    model.config.eos_token_id = model.generation_config.eos_token_id = end_tokens(reader)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**names)
     if pre_tokenizer == "smollm":
         # transformers knows no split for this name. The model was trained with every digit on its own
@@ -298,8 +297,25 @@ def _convert(gguf: Path, out: Path) -> None:
     check_folder(out)
 
 
-def _inspect(gguf: Path) -> tuple[int, str]:
-    """Number of parameters and name of the pre-tokenizer; ConfigError for a file that is broken.
+def _unused(reader: Any, model: Any) -> list[str]:
+    """Names of weights in the GGUF file that transformers passed over: they are none of `model`."""
+    from transformers import modeling_gguf_pytorch_utils as conversion
+
+    processor = conversion.TENSOR_PROCESSORS.get(
+        reader.get_field("general.architecture").contents(), conversion.TensorProcessor
+    )
+    known = conversion.get_gguf_hf_weights_map(model, processor(config=model.config.to_dict()))
+    names = (str(tensor.name) for tensor in reader.tensors)
+    return [
+        name
+        for name in names
+        if name not in ROPE_TENSORS and name not in known and name.removesuffix(".weight") not in known
+    ]
+
+
+def _inspect(gguf: Path) -> tuple[Any, int, str]:
+    """The file's reader, number of parameters and name of the pre-tokenizer; ConfigError for a file that is
+    broken.
 
     Reads the header and maps every tensor, so a file that is cut short is seen before anything is written.
     """
@@ -315,22 +331,12 @@ def _inspect(gguf: Path) -> tuple[int, str]:
         raise ConfigError(f"{gguf} is a broken GGUF file: {reason}.") from exc
     if architecture is None or not parameters:
         raise ConfigError(f"{gguf} is a broken GGUF file: it names no architecture or holds no weights.")
-    return parameters, str(pre.contents()) if pre is not None else ""
+    return reader, parameters, str(pre.contents()) if pre is not None else ""
 
 
 def _write_manifest(out: Path, gguf: Path) -> None:
-    files: dict[str, dict[str, object]] = {}
-    paths = sorted(path for path in out.iterdir() if path.is_file())
-    total, done = sum(path.stat().st_size for path in paths), 0
-    for path in paths:
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-                done += len(block)
-                report("write", done, total)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-    manifest = {"conversion": CONVERSION, "source": gguf.name, "files": files}
+    sizes = {path.name: {"bytes": path.stat().st_size} for path in sorted(out.iterdir()) if path.is_file()}
+    manifest = {"conversion": CONVERSION, "source": gguf.name, "files": sizes}
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
@@ -353,11 +359,7 @@ def main(arguments: list[str]) -> NoReturn:
             return f"Converting a GGUF file needs the 'engine' extra: {exc}."
         return f"'{source}' cannot be converted: {type(exc).__name__}: {' '.join(str(exc).split())[:500]}"
 
-    def job() -> str:
-        _obtain_locked(source, Path(cache), Path(target))
-        return target
-
-    child.work(job, explain)
+    child.work(lambda: _obtain_locked(source, Path(cache), Path(target)), explain)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
 """Tensors between the ranks of one replica: sums, and rows from one rank to the next.
 
-Collectives carry tensors and never decisions. Tensors of the CPU go over Gloo: a rank that dies is an error
+Collectives carry tensors and never decisions. Tensors go over Gloo: a rank that dies is an error
 at the others within milliseconds, one that stands still after the group's timeout; after an error the group
 is lost, and nothing is tried again. Gloo proves nobody's identity: it listens on loopback only, for all ranks
 of a replica are on one host.
-
-Tensors of a GPU go over NCCL. That was never run: segue's engine computes on CPUs, and no GPU was there. It
-is written from torch's sources, and its test has a double.
 """
 
 from __future__ import annotations
@@ -22,11 +19,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do no
     ProcessGroupGloo,
     Store,
     TCPStore,
-    is_nccl_available,
 )
 
 from segue.engine.parallel import ParallelSize
-from segue.kv import ConfigError, PeerLost, RankCoord
+from segue.kv import PeerLost, RankCoord
 
 #: The longest time for one layer of a chunk on the slowest rank.
 TIMEOUT_S = 30.0
@@ -37,8 +33,7 @@ _HOST = "127.0.0.1"
 
 
 class TensorGroup:
-    """Some ranks that compute together; blocks until all of `size` have come. Every error is PeerLost, but
-    for a ConfigError where tensors are on a GPU and torch has no NCCL.
+    """Some ranks that compute together; blocks until all of `size` have come. Every error is PeerLost.
 
     `name` tells it from the other groups that meet in `store`.
     """
@@ -50,20 +45,19 @@ class TensorGroup:
         self._store = PrefixStore(name, store)
         self._limit = timedelta(seconds=timeout_s)
         self._gloo = self._safely("meeting", self._over_gloo)
-        self._nccl: Any = None
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, in `x` itself, which is returned; the same bits on every rank."""
-        self._carry("a sum", x, lambda group: group.allreduce([x]))
+        self._carry("a sum", lambda group: group.allreduce([x]))
         return x
 
     def send(self, x: torch.Tensor, to: int) -> None:
         """Give `x` to the rank `to`, which receives it. It may still compute what is before it."""
-        self._carry("a send", x, lambda group: group.send([x], to, 0), timedelta(seconds=STAGE_S))
+        self._carry("a send", lambda group: group.send([x], to, 0), timedelta(seconds=STAGE_S))
 
     def receive(self, x: torch.Tensor, sender: int) -> torch.Tensor:
         """`x`, filled by what the rank `sender` sends, once it has computed that."""
-        self._carry("a receive", x, lambda group: group.recv([x], sender, 0), timedelta(seconds=STAGE_S))
+        self._carry("a receive", lambda group: group.recv([x], sender, 0), timedelta(seconds=STAGE_S))
         return x
 
     def gather(self, x: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
@@ -71,33 +65,21 @@ class TensorGroup:
         parts = [x.new_empty(max(rows), x.shape[1]) for _ in rows]  # Gloo takes equal sizes only
         own = parts[self.rank].clone()
         own[: x.shape[0]] = x
-        self._carry("a gather", x, lambda group: group.allgather([parts], [own]))
+        self._carry("a gather", lambda group: group.allgather([parts], [own]))
         return [part[:count] for part, count in zip(parts, rows, strict=True)]
 
     def close(self) -> None:
         """End our connections: who waits for this rank sees it at once. Nothing may follow."""
         self._gloo = None
-        if self._nccl is not None:
-            self._nccl.abort()
-            self._nccl = None
 
-    def _carry(
-        self, what: str, x: torch.Tensor, call: Callable[[Any], Any], limit: timedelta | None = None
-    ) -> None:
-        """Wait for what `call` asks of the library that carries `x`, which by itself takes `self._limit`."""
-        limits = () if limit is None else (limit,)
+    def _carry(self, what: str, call: Callable[[Any], Any], limit: timedelta | None = None) -> None:
+        """Wait for what `call` asks of Gloo, which by itself takes `self._limit`."""
 
-        def over_gloo() -> None:
+        def wait() -> None:
             # No name for what is waited for: an error would keep it, and it keeps the connections.
-            call(self._gloo).wait(*limits)
+            call(self._gloo).wait(*(() if limit is None else (limit,)))
 
-        def over_nccl() -> None:
-            if self._nccl is None:  # the first tensor of a GPU; to make it waits for no other rank
-                self._nccl = self._over_nccl()
-            # Without a limit the wait would be one of the GPU's stream, and tell us of no error.
-            call(self._nccl).wait(limit or self._limit)
-
-        self._safely(what, over_gloo if x.device.type == "cpu" else over_nccl)
+        self._safely(what, wait)
 
     def _over_gloo(self) -> Any:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -105,22 +87,10 @@ class TensorGroup:
         options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]
         return ProcessGroupGloo(self._store, self.rank, self.size, options)
 
-    def _over_nccl(self) -> Any:
-        if not is_nccl_available():
-            raise ConfigError(
-                "ranks on GPUs exchange tensors over NCCL, which this build of torch does not have: install "
-                "one with CUDA, or give the instance one rank"
-            )
-        from torch.distributed import ProcessGroupNCCL
-
-        options = ProcessGroupNCCL.Options()
-        options._timeout = self._limit
-        return ProcessGroupNCCL(PrefixStore("nccl", self._store), self.rank, self.size, options)
-
     def _safely(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except RuntimeError as exc:  # all that Gloo and NCCL ever raise
+        except RuntimeError as exc:  # all that Gloo ever raises
             # Behind a place in Gloo's sources, and before its advice.
             why = str(exc).rpartition("] ")[2].partition(". This is")[0]
             raise PeerLost(f"{what} of {self.size} ranks ({self.name}) failed: {why}") from exc

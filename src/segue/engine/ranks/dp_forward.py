@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,12 +11,10 @@ from segue.engine.forward import RankForward, Stored, raised_at_end
 from segue.engine.kvpool import HostKV, KVPool
 from segue.engine.packing import Packed
 from segue.engine.ranks.dp_group import DpGroup
-from segue.kv import SegueError
 
 
 class DpForward:
-    """See the module's text: `Forward` for the engine, and `ExpertPeers` for the leader; `own` has this
-    rank's layers."""
+    """`Forward` over `own`, this rank's layers; each step is one of `group`."""
 
     def __init__(self, own: RankForward, group: DpGroup) -> None:
         self._own = own
@@ -46,26 +44,3 @@ class DpForward:
     def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
         """See `Engine.copy_in`."""
         self._own.copy_in(host, pages, slot)
-
-    @property
-    def behind(self) -> bool:
-        """See `ExpertPeers.behind`."""
-        return self._group.behind
-
-    def done(self) -> bool:
-        """See `ExpertPeers.done`."""
-        return self._group.done()
-
-    def listen(
-        self, wake: Callable[[], None], leave: Callable[[], None], lost: Callable[[SegueError], None]
-    ) -> None:
-        """See `ExpertPeers.listen`."""
-        self._group.listen(wake, leave, lost)
-
-    def stop_listening(self) -> None:
-        """See `ExpertPeers.stop_listening`."""
-        self._group.stop_listening()
-
-    def close(self) -> None:
-        """See `ExpertPeers.close`."""
-        self._group.close()

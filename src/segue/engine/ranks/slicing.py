@@ -17,7 +17,8 @@ from torch import nn
 from segue.engine.kvpool import DTYPES
 from segue.engine.models.model_loading import LoadedModel, convert
 from segue.engine.parallel import ParallelSize, share
-from segue.kv import ConfigError, KVShape, Part, RankCoord
+from segue.kv import ConfigError, KVShape, RankCoord
+from segue.kv.layout.content import Part
 
 #: Items of an expert that stay together: torch's grouped product wants rows of a multiple of 16 bytes.
 _ALIGNED = 8

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import ray
 from ray import serve
 from starlette.requests import Request

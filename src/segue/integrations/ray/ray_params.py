@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from segue.kv import ConfigError
+from segue.kv import DECODE_ERRORS, ConfigError
 
 #: The port of `GET /query` of the first replica; each further one takes a later port.
 QUERY_PORT = 8998
@@ -52,7 +52,7 @@ def published(answer: bytes, query: str) -> dict[str, str]:
     for another server's answer."""
     try:
         entries = _ANSWER.decode(answer)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise ConfigError(f"{query}/query is no segue connector's: {error}") from None
     if 0 not in entries:
         raise ConfigError(f"{query}/query names no engine")

@@ -192,6 +192,9 @@ def _part(role: Role, config: Mapping[str, Any], usual: int) -> PartPlan:
         made, cpus = _sized(made, placement.cpus)
     else:
         cpus = 1.0 if placement.cpus is None else placement.cpus
+        # Ray's proxy passes on the name by which clients know it.
+        access = made.access
+        made = replace(made, access=replace(access, allowed_hosts=access.allowed_hosts or "*"))
     return PartPlan(
         config=made,
         role=role,

@@ -7,7 +7,6 @@ bootstrap server, over HTTP, to which each prefill rank tells its leader and the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from typing import Any
 
 import requests
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, BaseKVSender, KVTransferMetric
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVManager,
@@ -30,7 +30,18 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
 from segue.integrations.device_memory import device_warning
+from segue.integrations.prompt_claim import CLAIM_VERSION, ClaimedPrompt
+from segue.integrations.served_weights import AdapterFingerprints
+from segue.integrations.sglang.sglang_bootstrap import (
+    CLAIMS,
+    LEADER,
+    BootstrapHosts,
+    answer_of,
+    guard,
+    leader_in,
+)
 from segue.integrations.sglang.sglang_device import CudaMemory
+from segue.integrations.sglang.sglang_facts import served_model
 from segue.integrations.sglang.sglang_handoffs import (
     Intake,
     PrefillRow,
@@ -52,11 +63,9 @@ from segue.kv import (
     ConfigError,
     DpRankOutOfRange,
     DpRanks,
-    Incarnation,
     KVConfig,
     LayoutMismatch,
     LeaderId,
-    PeerRefused,
     Region,
     Role,
     SegueError,
@@ -67,27 +76,9 @@ from segue.kv import (
 
 log = logging.getLogger("segue.sglang")
 
-#: The key of a rank's row in the bootstrap server.
-LEADER = "segue_leader"
 _HTTP_S = 5.0
 #: Calls to bootstrap servers that wait for the thread that makes them.
 _MAX_CALLS = 1024
-_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-
-
-def model_name(path: str, revision: str | None) -> str:
-    """A digest of the model: of its configuration and the names and sizes of its weights if `path` is a
-    folder, else of its name and revision."""
-    found = hashlib.blake2b(digest_size=16)
-    folder = Path(path)
-    if folder.is_dir():
-        config = folder / "config.json"
-        found.update(config.read_bytes() if config.exists() else b"")
-        for file in sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
-            found.update(f"{file.name} {file.stat().st_size}\n".encode())
-    else:
-        found.update(f"{path}@{revision}".encode())
-    return found.hexdigest()
 
 
 def scheduler_facts() -> SchedulerFacts:
@@ -134,14 +125,14 @@ class SegueKVManager(CommonKVManager):
         pool = page_pool(args, mla=bool(is_mla_backend), region=self.cuda.region if self.cuda else Region)
         slots = MetadataSlots(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         self.secret = _secret(settings.secret_file)
+        self.hosts = BootstrapHosts(settings.host_rules)
+        guard(conn, self.hosts)
         parallel = get_parallel()
-        layout = (
-            f"rank {parallel.attn_tp_rank} of {parallel.attn_tp_size}, slots of {list(args.aux_item_lens)}"
-        )
-        model = model_name(server_args.model_path, server_args.revision)
+        rank = f"rank {parallel.attn_tp_rank} of {parallel.attn_tp_size}"
+        layout = f"{CLAIM_VERSION}, {rank}, slots of {list(args.aux_item_lens)}"
         config = KVConfig(
             role=Role.PREFILL if disaggregation_mode == DisaggregationMode.PREFILL else Role.DECODE,
-            model=model_identity(model, f"{args.kv_cache_dtype_str}, {layout}"),
+            model=model_identity(served_model(server_args), f"{args.kv_cache_dtype_str}, {layout}"),
             spec=pool.spec,
             transports=["tcp"],
             host=settings.host,
@@ -156,9 +147,10 @@ class SegueKVManager(CommonKVManager):
         self._rows: dict[tuple[str, int], PrefillRow] = {}
         #: prefills that do not fit or do not answer, by their bootstrap address: why
         self.refused: dict[str, tuple[type[SegueError], str]] = {}
-        #: the request whose sender is made now, and the tokens of that whose receiver is made now
+        #: the request whose sender is made now, and the prompt of that whose receiver is made now
         self.intake: Intake | None = None
-        self.wanted = b""
+        self.wanted: ClaimedPrompt | None = None
+        self.adapters = AdapterFingerprints()
         #: around prefill's allocator
         self.pinned: PinnedPages | None = None
         self.handoffs = RankHandoffs(
@@ -180,6 +172,7 @@ class SegueKVManager(CommonKVManager):
             "rank_ip": settings.advertise_host or host,
             "rank_port": port,
             LEADER: config.me.incarnation,
+            CLAIMS: CLAIM_VERSION,
         }
         if pool.page_tokens < ADVISED_PAGE_TOKENS:
             log.warning(
@@ -229,6 +222,12 @@ class SegueKVManager(CommonKVManager):
         """See `CommonKVManager`. A prefill that does not fit is refused instead of raising, which would end
         the server."""
         try:
+            if bootstrap_addr not in self.prefill_info_table:
+                self.hosts.resolve(bootstrap_addr)
+        except SegueError as error:
+            self._refuse(bootstrap_addr, type(error), str(error))
+            return False
+        try:
             found: bool = super().try_ensure_parallel_info(bootstrap_addr)
             if found:
                 sizes = self.prefill_info_table[bootstrap_addr].attn_tp_size, self.attn_tp_size
@@ -272,21 +271,15 @@ class SegueKVManager(CommonKVManager):
             "target_pp_rank": 0,
         }
         try:
-            response = requests.get(f"http://{address}/route", params=query, timeout=_HTTP_S)
-            response.raise_for_status()
-            found = response.json()
-        except (requests.RequestException, ValueError) as error:
+            response = self.hosts.session().get(f"http://{address}/route", params=query, timeout=_HTTP_S)
+        except requests.RequestException as error:
             raise BootstrapUnreachable(f"the bootstrap server {address} gave no row: {error}") from None
-        leader = found.get(LEADER)
-        if not isinstance(leader, str):
-            raise PeerRefused(
-                f"the prefill at {address} does not use segue: start it with "
-                "--disaggregation-transfer-backend segue"
-            )
+        found = answer_of(response, address)
+        leader = leader_in(found, address)
         host, port = str(found["rank_ip"]), int(found["rank_port"])
         if not may_contact(host, self.secret):
             raise Unauthorized(f"{host} is not loopback: give both sides SEGUE_SGLANG_SECRET_FILE")
-        return PrefillRow(LeaderId(Incarnation(leader)), host, port, dp_rank, info.dp_size)
+        return PrefillRow(LeaderId(leader), host, port, dp_rank, info.dp_size)
 
     def forget_prefill(self, address: str) -> None:
         """Ask the bootstrap server again at the next request: the process there may be another one."""
@@ -311,6 +304,10 @@ class SegueKVManager(CommonKVManager):
 
         if address not in self.refused:
             self._call(name)
+
+    def _get_prefill_recompute_session(self) -> requests.Session:
+        """See `CommonKVManager`."""
+        return self.hosts.session()
 
     def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
         """SGLang could not ask prefill to recompute a retracted request. Called on a thread of SGLang."""
@@ -422,6 +419,10 @@ class SegueKVReceiver(BaseKVReceiver):
         #: SGLang counts them; the proof does not depend on their number
         self.bootstrap_infos: list[dict[str, Any]] = []
         self.half = ReceiverHalf(mgr.handoffs, bootstrap_addr, bootstrap_room, mgr.wanted)
+        try:
+            mgr.hosts.check(bootstrap_addr)
+        except SegueError as error:
+            self.half.fail(error)
 
     @property
     def conclude_state(self) -> int | None:
@@ -483,8 +484,8 @@ class SegueKVBootstrapServer(CommonKVBootstrapServer):
     """SGLang's bootstrap server; the row of a rank also has its segue leader."""
 
     def __init__(self, host: str, port: int) -> None:
-        #: by the DP, CP, TP and PP rank
-        self._leaders: dict[tuple[int, int, int, int], str] = {}
+        #: our part of each row, by the DP, CP, TP and PP rank
+        self._leaders: dict[tuple[int, int, int, int], dict[str, Any]] = {}
         super().__init__(host, port)
 
     async def _handle_route_put(self, request: Any) -> Any:
@@ -493,7 +494,7 @@ class SegueKVBootstrapServer(CommonKVBootstrapServer):
         if response.status == 200 and isinstance(row.get(LEADER), str):
             dp_rank = row["attn_dp_rank"] if row["system_dp_size"] == 1 else row["system_dp_rank"]
             at = (dp_rank, row["attn_cp_rank"], row["attn_tp_rank"], row["pp_rank"])
-            self._leaders[at] = row[LEADER]
+            self._leaders[at] = {LEADER: row[LEADER], CLAIMS: row.get(CLAIMS)}
         return response
 
     async def _handle_route_get(self, request: Any) -> Any:
@@ -505,7 +506,7 @@ class SegueKVBootstrapServer(CommonKVBootstrapServer):
         leader = self._leaders.get((dp_rank, cp_rank, tp_rank, pp_rank))
         if leader is None:  # all ranks, or one of another backend
             return response
-        response.body = json.dumps({**json.loads(response.body), LEADER: leader}).encode()
+        response.body = json.dumps({**json.loads(response.body), **leader}).encode()
         return response
 
 

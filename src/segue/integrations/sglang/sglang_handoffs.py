@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from segue.integrations.prompt_claim import ClaimedPrompt, ModelFacts, claim_of
 from segue.integrations.sglang.sglang_phases import (
     MIXED_ROUTING,
     RoomUses,
     SglPoll,
+    digest_of,
     must_register,
     receiver_phase,
     sender_phase,
@@ -68,12 +70,11 @@ _PEER_GONE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """A request as prefill knows it when SGLang makes its sender: the prompt's `tokens`, the DP rank that the
-    request names (`disagg_prefill_dp_rank`), and a `digest` of the prompt (see `RoomUses`)."""
+    """A request as prefill knows it when SGLang makes its sender: its prompt, and the DP rank that it names
+    (`disagg_prefill_dp_rank`)."""
 
-    tokens: int
+    prompt: ClaimedPrompt
     hint: int | None = None
-    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class RankHandoffs:
         self.dp_rank = dp_rank
         self.hooks = hooks or RankHooks()
         self.manager = KVManager(config, pool.memory, self._on_change)
+        self.model = ModelFacts(config.model, pool.spec.shape.dtype)
         self._lock = threading.Lock()
         self._uses = RoomUses()
         self._halves: dict[RoomKey, RoomHalf] = {}
@@ -155,11 +157,11 @@ class RankHandoffs:
         """Seconds of the manager's clock."""
         return self.manager.clock.now()
 
-    def key(self, room: int | None, digest: bytes) -> RoomKey:
+    def key(self, room: int, prompt: ClaimedPrompt) -> RoomKey:
         """The name of one more use of a room (see `RoomUses`). Raises InvalidRequest."""
         try:
             with self._lock:
-                return self._uses.next(room or 0, digest)
+                return self._uses.next(room, digest_of(prompt.tokens))
         except ValueError as error:
             raise InvalidRequest(f"bootstrap_room {room}: {error}") from None
 
@@ -233,6 +235,8 @@ class RankHandoffs:
             with self._lock:
                 half = self._halves.get(change.key)
             if half is not None:
+                if isinstance(half, ReceiverHalf):
+                    half.proven()
                 self.settle(half)
 
     def _drop_replaced(self) -> None:
@@ -252,7 +256,10 @@ class RoomHalf(ABC):
     def __init__(self, handoffs: RankHandoffs, room: int | None) -> None:
         self.handoffs = handoffs
         self.room = room or 0
+        #: this use of the room, which has a name once it is `named`, and what both sides must have alike
         self.key = RoomKey(1)
+        self.named = False
+        self.claim = b""
         self.units = 0
         self.conclude_state: SglPoll | None = None
         self.cleared = False
@@ -268,6 +275,24 @@ class RoomHalf(ABC):
     def error(self) -> ErrorInfo | None:
         """Why this half has failed."""
         return self.own_error or (self.handle.error if self.handle is not None else None)
+
+    def _begin(self, function: Callable[[], object]) -> None:
+        """Call a part of a constructor; what it raises ends this half."""
+        try:
+            function()
+        except SegueError as error:
+            self.fail(error)
+        except Exception as exc:
+            log.exception("room %s", self.room)
+            self.fail(Internal(f"{type(exc).__name__} when one half was made: {exc}"))
+
+    def _name(self, prompt: ClaimedPrompt | None) -> ClaimedPrompt:
+        """Name this use of the room and its claim. Raises InvalidRequest, Internal."""
+        if prompt is None:
+            raise Internal("SGLang made one half of a hand-off without its request")
+        self.key, self.named = self.handoffs.key(self.room, prompt), True
+        self.claim = claim_of(prompt, self.handoffs.model)
+        return prompt
 
     def poll(self) -> SglPoll:
         """The phase for the queue that asks; final once it is Failed or Success."""
@@ -348,29 +373,26 @@ class SenderHalf(RoomHalf):
         self._late = False
         self._began = handoffs.now()
         self._budget_s = handoffs.bootstrap_s + handoffs.waiting_s
-        try:
-            self._open(intake)
-        except SegueError as error:
-            self.fail(error)
-        except Exception as exc:
-            log.exception("room %s", room)
-            self.fail(Internal(f"{type(exc).__name__} when a sender was made: {exc}"))
+        self._begin(lambda: self._open(intake))
 
     def _open(self, intake: Intake | None) -> None:
-        handoffs = self.handoffs
-        if intake is None:
-            raise Internal("SGLang made a sender without its request")
-        self.key = handoffs.key(self.room, intake.digest)
-        self.units = handoffs.pool.units(intake.tokens)
+        handoffs, hint = self.handoffs, intake.hint if intake is not None else None
         try:
-            register = must_register(handoffs.dp, handoffs.dp_rank, self.room, intake.hint)
+            prompt = self._name(intake.prompt if intake is not None else None)
+        except SegueError as error:
+            if self.named:
+                handoffs.manager.refuse(self.key, error.at(room=self.room).info, self._budget_s)
+            raise
+        self.units = handoffs.pool.units(len(prompt.tokens))
+        try:
+            register = must_register(handoffs.dp, handoffs.dp_rank, self.room, hint)
         except DpRankConflict:
             # Decode waits at another rank, and asks the bootstrap server when that one does not answer.
             handoffs.hooks.register(self.room)
             raise
         if register:
             handoffs.hooks.register(self.room)
-        self.handle = handoffs.manager.expect(self.key, self.units, self._budget_s)
+        self.handle = handoffs.manager.expect(self.key, self.units, self._budget_s, claim=self.claim)
         handoffs.remember(self)
 
     def init(self, pages: int, slot: int | None) -> None:
@@ -417,7 +439,8 @@ class SenderHalf(RoomHalf):
             )
             self.handle.evict(error.info)
         released = self.handle.released
-        if phase.terminal and not released and waited_s >= self._budget_s + FENCE_S:
+        unproven = self.handoffs.manager.ended is not None or waited_s >= self._budget_s + FENCE_S
+        if phase.terminal and not released and unproven:
             log.warning(
                 "room %d: nothing proves yet that %d pages are no longer read: kept from SGLang until then",
                 self.room,
@@ -432,11 +455,13 @@ class SenderHalf(RoomHalf):
 
 
 class ReceiverHalf(RoomHalf):
-    """Decode's half. `address` is that of prefill's bootstrap server, `digest` that of the tokens."""
+    """Decode's half. `address` is that of prefill's bootstrap server, `prompt` is wanted from there."""
 
     handle: KVReceiver | None = None
 
-    def __init__(self, handoffs: RankHandoffs, address: str, room: int | None, digest: bytes = b"") -> None:
+    def __init__(
+        self, handoffs: RankHandoffs, address: str, room: int | None, prompt: ClaimedPrompt | None
+    ) -> None:
         super().__init__(handoffs, room)
         self.address = address
         #: SGLang holds the pages of a failed request only if this is True
@@ -448,10 +473,7 @@ class ReceiverHalf(RoomHalf):
         self._published = False
         self._ask_at: float | None = None
         self._ask_after_s = ASK_AFTER_S
-        try:
-            self.key = handoffs.key(self.room, digest)
-        except SegueError as error:
-            self.own_error = error.at(room=self.room).info  # there is no room to decline
+        self._begin(lambda: self._name(prompt))
 
     @property
     def leader(self) -> LeaderId | None:
@@ -478,7 +500,12 @@ class ReceiverHalf(RoomHalf):
             self.units = prefix + len(self._pages)
             # SGLang's prefill learns its decode from the destination alone: nobody has placed the room.
             self.handle = self.handoffs.manager.receive(
-                self.key, self._row.leader, self.units, self.handoffs.waiting_s, placed=False
+                self.key,
+                self._row.leader,
+                self.units,
+                self.handoffs.waiting_s,
+                claim=self.claim,
+                placed=False,
             )
             self.handoffs.remember(self)
             if self._row.dp_size > 1:
@@ -490,6 +517,9 @@ class ReceiverHalf(RoomHalf):
         if self.own_error is not None:
             return SglPoll.FAILED
         if self.handle is None:
+            if (lost := self.handoffs.manager.ended) is not None:
+                self.fail(lost)
+                return SglPoll.FAILED
             return SglPoll.BOOTSTRAPPING if self._row is None else SglPoll.WAITING_FOR_INPUT
         phase = self.handle.poll()
         if phase is KVPoll.WAITING_FOR_INPUT and not self._published:
@@ -502,6 +532,14 @@ class ReceiverHalf(RoomHalf):
         elif phase is KVPoll.WAITING_FOR_INPUT and self._ask_at is not None:
             self._ask_where()
         return receiver_phase(phase)
+
+    def proven(self) -> None:
+        """No peer can touch the pages any more. If the claims differ, tell prefill: its room waits for a
+        decode with its prompt, and none will come. On the manager's I/O thread."""
+        error = self.error
+        if error is not None and error.code is ErrorCode.METADATA_MISMATCH and self._row is not None:
+            # Without a claim: ours is not the room's.
+            self.handoffs.manager.decline(self.key, self._row.leader, error)
 
     def _ask_where(self) -> None:
         """Nothing has landed: the room may be on another DP rank than decode inferred."""
@@ -531,10 +569,10 @@ class ReceiverHalf(RoomHalf):
             self.handle.abort(error)
         elif self._row is not None:
             self._decline(self._row, error)
-        else:
+        elif self.named:
             # Each rank is told: nobody knows yet which one has the room, or will have it.
             self.handoffs.hooks.ranks(self.address, lambda row: self._decline(row, error))
 
     def _decline(self, row: PrefillRow, error: ErrorInfo) -> None:
         self.handoffs.meet(self.address, row)
-        self.handoffs.manager.decline(self.key, row.leader, error)
+        self.handoffs.manager.decline(self.key, row.leader, error, claim=self.claim)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import math
-from collections.abc import Iterable
 from enum import Enum
 from functools import cache
 from typing import Any
 
+from segue.integrations.engine_log import log_into
+from segue.integrations.sglang.sglang_facts import prompt_of
 from segue.integrations.sglang.sglang_handoffs import Intake
-from segue.integrations.sglang.sglang_phases import digest_of
 from segue.integrations.sglang.sglang_settings import version_refusal
 
 log = logging.getLogger("segue.sglang")
@@ -49,6 +49,7 @@ def kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     from segue.integrations.sglang import sglang_backend
 
     if kind == "manager":
+        log_into(logging.getLogger())
         _hook_queues()
     return {
         "manager": sglang_backend.SegueKVManager,
@@ -84,8 +85,9 @@ def _hook_queues() -> None:
 
 def create_sender(original: Any, queue: Any, req: Any, num_kv_heads: int) -> Any:
     """Around `create_sender`: the sender learns the prompt, which SGLang does not give it."""
-    manager, tokens = queue.kv_manager, req.origin_input_ids
-    manager.intake = Intake(len(tokens), req.disagg_prefill_dp_rank, _digest(req, tokens))
+    manager = queue.kv_manager
+    prompt = prompt_of(queue, req, req.origin_input_ids, manager.adapters)
+    manager.intake = Intake(prompt, req.disagg_prefill_dp_rank)
     try:
         return original(queue, req, num_kv_heads)
     finally:
@@ -95,16 +97,12 @@ def create_sender(original: Any, queue: Any, req: Any, num_kv_heads: int) -> Any
 def create_receiver(original: Any, queue: Any, req: Any, is_rebootstrap: bool = False) -> Any:
     """Around `_create_receiver_and_enqueue`: the receiver learns the tokens whose KV it waits for."""
     manager, tokens = queue.kv_manager, req.origin_input_ids
-    manager.wanted = _digest(req, [*tokens, *req.output_ids] if is_rebootstrap else tokens)
+    wanted = [*tokens, *req.output_ids] if is_rebootstrap else tokens
+    manager.wanted = prompt_of(queue, req, wanted, manager.adapters)
     try:
         return original(queue, req, is_rebootstrap=is_rebootstrap)
     finally:
-        manager.wanted = b""
-
-
-def _digest(req: Any, tokens: Iterable[int]) -> bytes:
-    """Not of images and the like: each side may have other numbers for them."""
-    return digest_of(tokens) if req.multimodal_inputs is None else b""
+        manager.wanted = None
 
 
 def keep_rank(queue: Any, decode_req: Any, prefill_dp_rank: int) -> None:

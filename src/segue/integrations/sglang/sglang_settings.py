@@ -6,18 +6,21 @@ SGLang has no option for settings of a transfer backend: they are environment va
 from __future__ import annotations
 
 import difflib
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from segue.integrations.device_memory import DeviceMemory, device_refusal
+from segue.integrations.host_rules import check_rules, is_loopback
 from segue.kv import ChecksumMode, ConfigError
 
 PREFIX = "SEGUE_SGLANG_"
 #: Versions of SGLang with which the backend was run.
 TRIED_VERSIONS = ("0.5.23",)
+_LOOPBACK = ("localhost", "127.0.0.0/8", "::1/128")
+#: Not link-local addresses: clouds have their metadata services there.
+_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
 
 
 class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,12 +31,24 @@ class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     advertise_host: str = ""
     #: a file with the deployment's secret, at least 16 bytes; without it only loopback is contacted
     secret_file: str = ""
+    #: names, addresses and networks (CIDR) of the bootstrap servers that decode may ask, between commas;
+    #: empty: `_LOOPBACK`, and with a secret also `_PRIVATE`
+    bootstrap_hosts: str = ""
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
     kv_checksum: ChecksumMode = ChecksumMode.FULL
     #: KV in the memory of a GPU, copied through host memory: never run on one
     device_memory: DeviceMemory = ""
+
+    def __post_init__(self) -> None:
+        check_rules(self.host_rules)
+
+    @property
+    def host_rules(self) -> tuple[str, ...]:
+        """The rules for hosts of bootstrap servers."""
+        listed = tuple(rule for part in self.bootstrap_hosts.split(",") if (rule := part.strip()))
+        return listed or (_LOOPBACK + _PRIVATE if self.secret_file else _LOOPBACK)
 
 
 def backend_settings(environ: Mapping[str, str]) -> BackendSettings:
@@ -118,9 +133,4 @@ def version_refusal(version: str) -> str | None:
 def may_contact(host: str, secret: bytes) -> bool:
     """Whether decode opens a session to `host`, which the bootstrap server named: with a `secret` any, since
     the session is authenticated; without one loopback alone."""
-    if secret:
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return bool(secret) or is_loopback(host)

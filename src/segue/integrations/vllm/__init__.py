@@ -2,7 +2,7 @@
 
 `vllm_connector` is the class that vLLM makes; it and `vllm_stats` import vLLM. The scheduler side is pure:
 `vllm_settings` checks what vLLM was started with, `vllm_params` reads and writes `kv_transfer_params`,
-`vllm_claim` digests what must be equal on both sides, `vllm_orders` has what travels between the two sides,
+`vllm_request` is a request as the tables see it, `vllm_orders` has what travels between the two sides,
 `vllm_pins` keeps blocks from being used again. `vllm_table` has what both roles share; `vllm_prefill_table`
 and `vllm_decode_table` decide. The worker side is `vllm_worker` over the memory of `vllm_memory` and
 `vllm_shared_pool`; `vllm_rank` has the workers of tensor parallelism, `vllm_query` how the concurrent flow

@@ -9,6 +9,7 @@ reports back.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,10 +30,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.parallel_state import get_tp_group
 
 from segue.integrations.device_memory import device_warning
-from segue.integrations.vllm.vllm_claim import ModelFacts
+from segue.integrations.engine_log import log_into
+from segue.integrations.prompt_claim import ModelFacts
+from segue.integrations.served_weights import AdapterFingerprints
 from segue.integrations.vllm.vllm_decode_table import DecodeTable
 from segue.integrations.vllm.vllm_facts import (
-    AdapterFingerprints,
     cache_facts,
     chunks_of,
     end_of,
@@ -92,14 +94,16 @@ class SegueConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_as_vllm()
+        log_into(logging.getLogger("vllm"))
         transfer = vllm_config.kv_transfer_config
         self._settings = parse_settings(transfer.kv_connector_extra_config)
         self._segue_role = check_engine(engine_facts(vllm_config, kv_cache_config), self._settings)
         self._on_gpu = str(vllm_config.device_config.device_type) != "cpu"
         self._secret = _read_secret(self._settings.secret_file)
         self._weights = weights_fingerprint(
-            vllm_config.model_config, str(vllm_config.load_config.load_format)
+            vllm_config.model_config,
+            str(vllm_config.load_config.load_format),
+            getattr(vllm_config.speculative_config, "draft_model_config", None),
         )
         self._adapters = AdapterFingerprints()
         self._policy = LoadFailurePolicy(transfer.kv_load_failure_policy)
@@ -241,7 +245,8 @@ class SegueConnector(KVConnectorBase_V1):
         if isinstance(self._hands, RankSide):
             return None
         address = self._hands.address
-        return SegueHandshake(address.incarnation, address.dp_rank, address.host, address.port)
+        leader = address.leader
+        return SegueHandshake(leader.incarnation, leader.dp_rank, address.host, address.port)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Carry out this step's orders, before its forward: vLLM calls `start_load_kv` after it."""
@@ -260,8 +265,9 @@ class SegueConnector(KVConnectorBase_V1):
         """Nothing: chunks are sent in `wait_for_save`."""
 
     def wait_for_save(self) -> None:
-        """The step's KV is complete: send its chunks."""
-        self._hands.end_forward()
+        """The step's KV is complete: send its chunks. vLLM calls this in a `finally`: a step that raised has
+        not computed them, and they are not sent."""
+        self._hands.end_forward(sys.exception())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See KVConnectorBase_V1."""
@@ -320,12 +326,3 @@ def _computed_on_gpu() -> Callable[[], object]:
     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event.synchronize  # type: ignore[no-any-return]
-
-
-def _log_as_vllm() -> None:
-    """Write segue's log where vLLM's is written: vLLM gives handlers to its own logger alone."""
-    own, theirs = logging.getLogger("segue"), logging.getLogger("vllm")
-    if not own.handlers:
-        for handler in theirs.handlers:
-            own.addHandler(handler)
-        own.setLevel(theirs.level or logging.INFO)

@@ -11,16 +11,16 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from segue.integrations.vllm.vllm_claim import EngineRequest, ModelFacts, claim_of
+from segue.integrations.prompt_claim import ModelFacts, claim_of
 from segue.integrations.vllm.vllm_orders import (
     AbortOrder,
     DeclineOrder,
     ReceiveOrder,
     RefuseOrder,
-    SessionAddress,
 )
 from segue.integrations.vllm.vllm_params import ReceiveParams, parse_params
 from segue.integrations.vllm.vllm_pins import BlockPool
+from segue.integrations.vllm.vllm_request import EngineRequest
 from segue.integrations.vllm.vllm_settings import ConnectorSettings, LoadFailurePolicy, PeerPolicy
 from segue.integrations.vllm.vllm_table import PassedIds, RequestEnd, ScheduledChunk, SchedulerTable
 from segue.kv import (
@@ -145,7 +145,7 @@ class DecodeTable(SchedulerTable):
                 handoff=load.handoff,
                 request_id=request_id,
                 room=self._attempt(load.params.room),
-                peer=SessionAddress.of(load.params.peer),
+                peer=load.params.peer,
                 prompt_tokens=load.tokens,
                 prefix_tokens=prefix,
                 blocks=published,
@@ -189,7 +189,7 @@ class DecodeTable(SchedulerTable):
 
     def _decline(self, load: _LoadedRequest, error: SegueError) -> None:
         if load.params is not None:
-            peer = SessionAddress.of(load.params.peer)
+            peer = load.params.peer
             self.order(DeclineOrder(RoomKey(load.params.room), peer, error.info, load.claim))
 
     def _attempt(self, room: int) -> RoomKey:

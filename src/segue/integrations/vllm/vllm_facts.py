@@ -3,33 +3,22 @@ imported."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-import os
-from collections import OrderedDict
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from segue.integrations.vllm.vllm_claim import EngineRequest, Media
+from segue.integrations.prompt_claim import Media
+from segue.integrations.served_weights import AdapterFingerprints, served_weights
 from segue.integrations.vllm.vllm_memory import CacheFacts
+from segue.integrations.vllm.vllm_request import EngineRequest
 from segue.integrations.vllm.vllm_settings import PLAIN_DTYPES, EngineFacts
 from segue.integrations.vllm.vllm_table import RequestEnd, ScheduledChunk
-from segue.kv import ConfigError
-
-log = logging.getLogger("segue.vllm")
+from segue.kv import ConfigError, model_fingerprint
 
 #: vLLM's class of a KV cache whose manager keeps all blocks of a prompt; others put block 0 for some.
 _WHOLE_CACHE = "FullAttentionSpec"
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-#: The adapters that were used last.
-_MAX_ADAPTERS = 1024
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-#: So many samples of so many bytes of each file of weights are hashed, evenly spread: to read all of a large
-#: model would cost minutes at each start.
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+#: Where a backend packs its KV in another way than one dense row for each head and token, its spec says so.
+#: The shape does not: ROCm's shuffled cache of two KV heads has that of token rows.
+_PLAIN = {"num_head_slots": None, "state_content_bytes": None, "kv_quant_mode": 0, "tokens_per_state": 1}
 
 
 def engine_facts(config: Any, caches: Any) -> EngineFacts:
@@ -70,6 +59,13 @@ def cache_facts(config: Any, caches: Any, first_layer: str, tensor_rank: int = 0
         raise ConfigError(
             f"the segue connector does not support a KV cache of {dtype}: its scales are not in it"
         )
+    packing = {name: getattr(spec, name) for name in _PLAIN if getattr(spec, name) != _PLAIN[name]}
+    if packing:
+        raise ConfigError(
+            f"{backend} packs its KV cache in a way that is not described "
+            f"({', '.join(f'{name} {value}' for name, value in packing.items())}): choose another attention "
+            "backend, and on ROCm leave VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT unset"
+        )
     return CacheFacts(
         backend=backend,
         blocks=caches.num_blocks,
@@ -82,101 +78,30 @@ def cache_facts(config: Any, caches: Any, first_layer: str, tensor_rank: int = 0
     )
 
 
-def weights_fingerprint(model: Any, load_format: str) -> str:
-    """A digest of a `ModelConfig`: the model's configuration, and samples of each file of its weights.
+def weights_fingerprint(model: Any, load_format: str, draft: Any = None) -> str:
+    """The identity of a `ModelConfig`, with the weights of the `draft` model that speculates for it, if any.
 
     Weights that are not in files here are identified by the name, revision and seed that vLLM loads them by.
     """
-    digest = hashlib.blake2b(b"segue vllm weights 1\0", digest_size=16)
-
-    def add(*fields: object) -> None:
-        digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
-
     configuration = dict(model.hf_config.to_dict())
-    # The same weights may lie in another folder on the other host, and other releases add their version.
-    for name in ("_name_or_path", "transformers_version"):
-        configuration.pop(name, None)
+    configuration.pop("_name_or_path", None)
     # With longrope vLLM chooses the rotary factors by the longest sequence that it serves.
     longest = model.max_model_len if "longrope" in json.dumps(configuration, default=str) else 0
-    add(configuration, str(model.quantization), longest)
+    facts: list[object] = [str(model.quantization), longest]
     if model.multimodal_config is not None:
         # vLLM's hash of an image has the processor's arguments of its request, not those of the server.
         media, pruning = model.multimodal_config, ("video_pruning_rate", "video_pruning_method")
-        add(media.mm_processor_kwargs or {}, *(getattr(media, name, None) for name in pruning))
-    folder = None if load_format == "dummy" else _folder(model)
-    files = [] if folder is None else sorted(p for kind in _WEIGHT_FILES for p in folder.glob(kind))
-    if not files:
-        if load_format != "dummy":
-            log.warning("no files with weights of %s were found: its name stands for them", model.model)
-        add(str(model.model), str(model.revision), load_format, model.seed)
-    for file in files:
-        add(file.name, file.stat().st_size)
-        for sample in _samples(file):
-            digest.update(sample)
-    return digest.hexdigest()
+        facts += [media.mm_processor_kwargs or {}, *(getattr(media, name, None) for name in pruning)]
+    # Without a draft model of its own vLLM names the model itself.
+    for one in [model] if draft is None or draft.model == model.model else [model, draft]:
+        facts.append(served_weights(str(one.model), one.revision, load_format, one.seed))
+    return model_fingerprint(configuration, *facts)
 
 
-def _folder(model: Any) -> Path | None:
-    if os.path.isdir(model.model):
-        return Path(model.model)
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        return None
-    try:
-        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    except ValueError:
-        return None  # no name of the hub: an address of a bucket, for example
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def _samples(file: Path) -> Iterator[bytes]:
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        for i in range(_SAMPLES):
-            content.seek(max(0, (size - _SAMPLE_BYTES) * i // (_SAMPLES - 1)))
-            yield content.read(_SAMPLE_BYTES)
-
-
-class AdapterFingerprints:
-    """Digests of LoRA adapters: their configuration, and samples of their weights, as of the model's.
-
-    Files are read once for each adapter that vLLM has loaded (`lora_int_id`). An adapter has no digest if it
-    is not in files here, if vLLM loads it again under the same number (`load_inplace`), or if its files have
-    changed since they were read: it is not known then which weights vLLM computes with.
-    """
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[tuple[int, str], tuple[list[object], str]] = OrderedDict()
-
-    def of(self, lora: Any) -> str | None:
-        """The digest of a vLLM `LoRARequest`'s adapter, or None."""
-        if lora.load_inplace:
-            return None
-        files = sorted(p for kind in _ADAPTER_FILES for p in Path(lora.lora_path).glob(kind))
-        if len(files) < 2:  # the configuration and weights
-            return None
-        try:
-            state: list[object] = [
-                (p.name, s.st_size, s.st_mtime_ns, s.st_ino) for p in files for s in [p.stat()]
-            ]
-            key = (int(lora.lora_int_id), str(lora.lora_path))
-            known = self._found.pop(key, None) or (state, _adapter_digest(files))
-        except OSError:
-            return None
-        self._found[key] = known
-        if len(self._found) > _MAX_ADAPTERS:
-            self._found.popitem(last=False)
-        return known[1] if known[0] == state else None
-
-
-def _adapter_digest(files: list[Path]) -> str:
-    digest = hashlib.blake2b(b"segue vllm adapter 1\0", digest_size=16)
-    for file in files:
-        digest.update(json.dumps([file.name, file.stat().st_size]).encode())
-        for sample in _samples(file):
-            digest.update(sample)
-    return digest.hexdigest()
+def lora_weights(lora: Any, adapters: AdapterFingerprints) -> str | None:
+    """The digest of a vLLM `LoRARequest`'s adapter; None if it is not known (see `AdapterFingerprints`), also
+    if vLLM loads it again under the same number (`load_inplace`)."""
+    return None if lora.load_inplace else adapters.of(int(lora.lora_int_id), str(lora.lora_path))
 
 
 def request_of(request: Any, adapters: AdapterFingerprints) -> EngineRequest:
@@ -188,7 +113,7 @@ def request_of(request: Any, adapters: AdapterFingerprints) -> EngineRequest:
         params=request.kv_transfer_params,
         cache_salt=request.cache_salt,
         lora_name=None if lora is None else str(lora.lora_name),
-        lora_weights=None if lora is None else adapters.of(lora),
+        lora_weights=None if lora is None else lora_weights(lora, adapters),
         media=tuple(
             Media(str(item.identifier), item.mm_position.offset, item.mm_position.length)
             for item in request.mm_features or ()

@@ -20,27 +20,7 @@ from __future__ import annotations
 import msgspec
 
 from segue.integrations.vllm.vllm_params import PeerAddress
-from segue.kv import ErrorInfo, Incarnation, LeaderId, RoomKey
-
-
-class SessionAddress(msgspec.Struct, frozen=True, array_like=True):
-    """`PeerAddress` on the wire."""
-
-    incarnation: str
-    dp_rank: int
-    host: str
-    port: int
-    query: bool
-
-    @classmethod
-    def of(cls, peer: PeerAddress) -> SessionAddress:
-        """The wire form of `peer`."""
-        return cls(peer.leader.incarnation, peer.leader.dp_rank, peer.host, peer.port, peer.query)
-
-    @property
-    def leader(self) -> LeaderId:
-        """The leader at this address."""
-        return LeaderId(Incarnation(self.incarnation), self.dp_rank)
+from segue.kv import ErrorInfo, RoomKey
 
 
 class ExpectOrder(msgspec.Struct, frozen=True, tag="expect"):
@@ -73,7 +53,7 @@ class ReceiveOrder(msgspec.Struct, frozen=True, tag="receive"):
     handoff: int
     request_id: str
     room: RoomKey
-    peer: SessionAddress
+    peer: PeerAddress
     prompt_tokens: int
     prefix_tokens: int
     blocks: list[int]
@@ -106,7 +86,7 @@ class DeclineOrder(msgspec.Struct, frozen=True, tag="decline"):
     """Decode: tell prefill that nobody will take the KV of this room."""
 
     room: RoomKey
-    peer: SessionAddress
+    peer: PeerAddress
     error: ErrorInfo
     claim: bytes
 

@@ -64,8 +64,7 @@ class RoomAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     signature: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}$")] = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAddress:
+class PeerAddress(msgspec.Struct, frozen=True):
     """A prefill leader and where it is reached. `query`: `host`:`port` answers `GET /query`, which names the
     address of the session; else it is that address."""
 

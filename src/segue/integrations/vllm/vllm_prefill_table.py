@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from segue.integrations.vllm.vllm_claim import EngineRequest, ModelFacts, claim_of
+from segue.integrations.prompt_claim import ModelFacts, claim_of
 from segue.integrations.vllm.vllm_orders import AbortOrder, EvictOrder, ExpectOrder, SendOrder
 from segue.integrations.vllm.vllm_params import PeerAddress, SendParams, answer_params, parse_params
 from segue.integrations.vllm.vllm_pins import BlockPool
+from segue.integrations.vllm.vllm_request import EngineRequest
 from segue.integrations.vllm.vllm_settings import ConnectorSettings
 from segue.integrations.vllm.vllm_table import PassedIds, RequestEnd, ScheduledChunk, SchedulerTable
 from segue.kv import (

@@ -12,16 +12,25 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import msgspec
 
-from segue.integrations.vllm.vllm_orders import SessionAddress
-from segue.integrations.vllm.vllm_params import engine_id
-from segue.kv import BootstrapUnreachable, ConfigError, InvalidRequest, LeaderId, PeerRestarted
+from segue.integrations.vllm.vllm_params import PeerAddress, engine_id
+from segue.kv import (
+    DECODE_ERRORS,
+    BootstrapUnreachable,
+    GuardedListener,
+    InvalidRequest,
+    LeaderId,
+    PeerRestarted,
+    SegueError,
+    listening,
+)
 
 _MAX_REQUEST_BYTES = 8192
 _MAX_ANSWER_BYTES = 65536
-_MAX_CONNECTIONS = 64
 _MAX_RANKS = 1024
 _REQUEST_S = 5.0
 #: Between two attempts of a rank to tell the first one where it is.
@@ -54,7 +63,7 @@ class RankDirectory:
     def __init__(self) -> None:
         self._entries: dict[int, list[_DpRankEntry]] = {}
 
-    def add(self, rank: int, address: SessionAddress) -> None:
+    def add(self, rank: int, address: PeerAddress) -> None:
         """The rank's leader is at `address`."""
         self._entries[rank] = [_entry(address)]
 
@@ -77,7 +86,7 @@ class RankDirectory:
         return forget
 
 
-def _entry(address: SessionAddress) -> _DpRankEntry:
+def _entry(address: PeerAddress) -> _DpRankEntry:
     host = f"[{address.host}]" if ":" in address.host else address.host
     return _DpRankEntry(engine_id(address.leader), {0: {0: f"{host}:{address.port}"}})
 
@@ -88,54 +97,106 @@ def _signed(rank: int, entry: _DpRankEntry, secret: bytes) -> str:
     return hmac.new(secret, _SIGN_DOMAIN + msgspec.json.encode([rank, entry]), hashlib.sha256).hexdigest()
 
 
-async def serve_query(host: str, port: int, ranks: RankDirectory, secret: bytes = b"") -> asyncio.Server:
-    """Answer `GET /query` with `ranks` until the server is closed, and add other ranks that say where they
-    are: with `secret` if it signs that, without a secret from loopback. Raises ConfigError for a port in
-    use."""
-    open_connections = 0
+class QueryServer:
+    """Answers `GET /query` with `ranks` until `close`, and adds other ranks that say where they are: with
+    `secret` if they sign that, without a secret from loopback. Connections that have not proven to be a rank
+    are bounded in number, each address by itself, and in time. Use it on one loop. Raises ConfigError for a
+    port in use."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal open_connections
-        open_connections += 1
+    def __init__(self, host: str, port: int, ranks: RankDirectory, secret: bytes = b"") -> None:
+        self._ranks = ranks
+        self._secret = secret
+        self._clients: set[_QueryClient] = set()
+        self._listener = GuardedListener(
+            lambda: _QueryClient(self), server_tls=None, handshake_s=_REQUEST_S, count=lambda _: None
+        )
+        self._socket = listening(host, port, what="GET /query", flag="query_port")
+
+    async def open(self) -> None:
+        """Begin to accept."""
+        self._listener.open(self._socket)
+
+    async def close(self) -> None:
+        """End all connections; the port is free."""
+        await self._listener.close()
+        self._socket.close()
+        for client in list(self._clients):
+            client.cut()
+
+    def opened(self, client: _QueryClient) -> None:
+        """It may ask now."""
+        self._clients.add(client)
+
+    def closed(self, client: _QueryClient) -> None:
+        """Its socket is closed."""
+        self._clients.discard(client)
+        self._listener.closed(client)
+
+    async def serve(
+        self, client: _QueryClient, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer one client, or name a rank while its connection is open."""
         forget = None
         try:
-            if open_connections <= _MAX_CONNECTIONS:
-                async with asyncio.timeout(_REQUEST_S):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    line = head.split(b"\r\n", 1)[0]
-                    if line.startswith(b"POST /rank "):
-                        forget = await announced(reader, writer)
-                    else:
-                        writer.write(_response(line, ranks.answer()))
-                        await writer.drain()
-                if forget is not None:
-                    await reader.read(1)  # it says nothing more: this ends with the rank
+            async with asyncio.timeout(_REQUEST_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                line = head.split(b"\r\n", 1)[0]
+                if line.startswith(b"POST /rank "):
+                    forget = await self._announced(reader, writer)
+                else:
+                    writer.write(_response(line, self._ranks.answer()))
+                    await writer.drain()
+            if forget is not None:
+                self._listener.authenticated(client)
+                await reader.read(1)  # it says nothing more: this ends with the rank
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # a client that left, is late or sends no HTTP costs nobody anything
         finally:
-            open_connections -= 1
             writer.close()
             if forget is not None:
                 forget()
 
-    async def announced(
-        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    async def _announced(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> Callable[[], None] | None:
         try:
             found = msgspec.json.decode(await reader.readuntil(b"\n"), type=_Announcement)
-        except msgspec.MsgspecError:
+        except DECODE_ERRORS:
             return None
-        if secret:
-            signed = _signed(found.rank, found.entry, secret)
+        if self._secret:
+            signed = _signed(found.rank, found.entry, self._secret)
             allowed = hmac.compare_digest(found.signature.encode(), signed.encode())
         else:
             allowed = ipaddress.ip_address(writer.get_extra_info("peername")[0]).is_loopback
-        return ranks.announced(found) if allowed and found.rank > 0 else None
+        return self._ranks.announced(found) if allowed and found.rank > 0 else None
 
-    try:
-        return await asyncio.start_server(serve, host, port, limit=_MAX_REQUEST_BYTES)
-    except OSError as error:
-        raise ConfigError(f"query_port {port}: {error.strerror}") from None
+
+class _QueryClient(asyncio.StreamReaderProtocol):
+    """One connection of a `QueryServer`; a `PendingProtocol`."""
+
+    def __init__(self, server: QueryServer) -> None:
+        super().__init__(asyncio.StreamReader(_MAX_REQUEST_BYTES), partial(server.serve, self))
+        self._server = server
+        self._socket: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._socket = cast(asyncio.Transport, transport)
+        self._server.opened(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_lost(exc)
+        self._server.closed(self)
+
+    def refuse_when_made(self, error: SegueError) -> None:
+        """Never called without TLS."""
+
+    def cut(self, error: SegueError | None = None) -> None:
+        """See `PendingProtocol`."""
+        if self._socket is not None:
+            self._socket.abort()
 
 
 def _response(request_line: bytes, answer: bytes) -> bytes:
@@ -149,7 +210,7 @@ def _response(request_line: bytes, answer: bytes) -> bytes:
     )
 
 
-async def announce(host: str, port: int, rank: int, address: SessionAddress, secret: bytes) -> None:
+async def announce(host: str, port: int, rank: int, address: PeerAddress, secret: bytes) -> None:
     """Have the `GET /query` at `host`:`port` name this rank too, for as long as this runs."""
     entry = _entry(address)
     line = msgspec.json.encode(_Announcement(rank, entry, _signed(rank, entry, secret)))
@@ -183,7 +244,7 @@ async def session_port(host: str, port: int, leader: LeaderId, within_s: float) 
         entries = _ANSWER.decode(body).values()
         entry = next((one for one in entries if one.engine_id == engine_id(leader)), None)
         found = 0 if entry is None else int(entry.worker_addr[0][0].rpartition(":")[2])
-    except (msgspec.MsgspecError, KeyError, ValueError) as error:
+    except (*DECODE_ERRORS, KeyError) as error:
         raise InvalidRequest(f"http://{host}:{port}/query is no segue connector's: {error}") from None
     if entry is None:
         raise PeerRestarted(f"http://{host}:{port}/query has no engine {engine_id(leader)} any more")

@@ -37,6 +37,7 @@ from segue.kv import (
     RankWorker,
     Role,
     SegueError,
+    TransferFailed,
     WorkerRank,
     connect_rank,
     load_tls,
@@ -44,6 +45,7 @@ from segue.kv import (
     new_incarnation,
     threads_on,
 )
+from segue.kv.printable import printable
 
 log = logging.getLogger("segue.vllm")
 
@@ -190,26 +192,34 @@ class RankSide:
         self._on_device = on_a_device(pool)
         #: the leader numbers the steps that send chunks in this order, too
         self._steps = 0
-        self._sends = False
+        self._sends = self._in_step = False
         with cpus_of_parent(settings.cpus):
             rank = local_rank(config, pool.memory, HOST, place.tensor_rank)
             sock = connect_rank(invitation, place.tensor_rank, _MEET_S)
-            link = RankLink(sock, "rank 0", limits=config.limits)
-            self._worker = RankWorker(rank, link, self._on_lost)
+            self._link = RankLink(sock, "rank 0", limits=config.limits)
+            self._worker = RankWorker(rank, self._link, self._on_lost)
             self._worker.start()
 
     def begin_step(self, orders: Iterable[Order]) -> None:
         """See `WorkerSide.begin_step`."""
+        if self._in_step:
+            self.end_forward(Internal("before wait_for_save"))
         if self._lost is not None:
             raise self._lost
+        if not self._link.io.running:
+            raise Internal("the thread of the KV hand-off has ended; start this vLLM again")
+        self._in_step = True
         self._sends = sends_chunks(orders, self._on_device)
         self._steps += self._sends
 
-    def end_forward(self) -> None:
+    def end_forward(self, raised: BaseException | None = None) -> None:
         """See `WorkerSide.end_forward`."""
-        if self._sends:
+        sends, self._sends, self._in_step = self._sends, False, False
+        if raised is not None:
+            self._lost = step_raised(raised)
+            self._worker.fail(self._lost)
+        elif sends:
             self._worker.signal(self._steps, self._computed and self._computed())
-            self._sends = False
 
     def take_results(self) -> StepResults:
         """Nothing: rank 0 reports for all."""
@@ -225,6 +235,11 @@ class RankSide:
 
     def _on_lost(self, error: SegueError) -> None:
         self._lost = error
+
+
+def step_raised(error: BaseException) -> TransferFailed:
+    """Why nothing is sent any more."""
+    return TransferFailed(f"a step of prefill or decode raised {printable(repr(error))}")
 
 
 def on_a_device(pool: CachePool) -> bool:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import difflib
 import enum
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from segue.integrations.device_memory import DeviceMemory, device_refusal
+from segue.integrations.host_rules import check_rules, is_loopback, matches
 from segue.kv import ChecksumMode, ConfigError, Role
 
 #: Methods of speculative decoding that keep no KV beside the model's.
 _DRAFTS_WITHOUT_KV = {"", "ngram", "ngram_gpu", "suffix"}
 #: Values of --kv-cache-dtype, and of tensors, whose numbers need no scales to be read.
 PLAIN_DTYPES = {"auto", "float16", "bfloat16", "float32"}
-_LOOPBACK_NAMES = {"localhost", "localhost.localdomain"}
 
 
 class LoadFailurePolicy(enum.StrEnum):
@@ -69,9 +68,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         tls = (self.tls_cert, self.tls_key, self.tls_ca)
         if any(tls) and not all(tls):
             raise ValueError("give tls_cert, tls_key and tls_ca, or none of them")
-        for peer in self.peers:
-            if "/" in peer:
-                ipaddress.ip_network(peer)
+        check_rules(self.peers)
 
 
 def parse_settings(extra: Mapping[str, object] | None) -> ConnectorSettings:
@@ -173,24 +170,5 @@ class PeerPolicy:
     def allows(self, host: str, signed: bool) -> bool:
         """True if `host` may be contacted; `signed`: the params that name it have a valid signature."""
         if not self.secret:
-            return _is_loopback(host)
-        return signed or any(_matches(host, peer) for peer in self.peers)
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    return address.is_loopback if address is not None else host.lower() in _LOOPBACK_NAMES
-
-
-def _matches(host: str, peer: str) -> bool:
-    address = _address(host)
-    if "/" in peer:
-        return address is not None and address in ipaddress.ip_network(peer)
-    return host.lower() == peer.lower() if address is None else address == _address(peer)
+            return is_loopback(host)
+        return signed or any(matches(host, peer) for peer in self.peers)

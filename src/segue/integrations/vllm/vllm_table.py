@@ -26,9 +26,10 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from segue.integrations.vllm.vllm_claim import EngineRequest, ModelFacts
+from segue.integrations.prompt_claim import ModelFacts
 from segue.integrations.vllm.vllm_orders import BlocksReleased, HandoffEnded, Order, Report
 from segue.integrations.vllm.vllm_pins import BlockPins, BlockPool
+from segue.integrations.vllm.vllm_request import EngineRequest
 from segue.integrations.vllm.vllm_settings import ConnectorSettings
 from segue.kv import ErrorInfo, Internal
 

@@ -7,7 +7,6 @@ between them; nothing waits while it is held.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -26,9 +25,9 @@ from segue.integrations.vllm.vllm_orders import (
     ReceiveOrder,
     RefuseOrder,
     SendOrder,
-    SessionAddress,
 )
-from segue.integrations.vllm.vllm_query import RankDirectory, announce, serve_query, session_port
+from segue.integrations.vllm.vllm_params import PeerAddress
+from segue.integrations.vllm.vllm_query import QueryServer, RankDirectory, announce, session_port
 from segue.integrations.vllm.vllm_rank import (
     Computed,
     StepResults,
@@ -36,13 +35,13 @@ from segue.integrations.vllm.vllm_rank import (
     cpus_of_parent,
     on_a_device,
     sends_chunks,
+    step_raised,
     worker_config,
 )
 from segue.integrations.vllm.vllm_settings import ConnectorSettings
 from segue.kv import (
     HOST,
     Change,
-    Clock,
     ErrorInfo,
     Internal,
     IoThread,
@@ -61,7 +60,6 @@ from segue.kv import (
     RoomKey,
     SegueError,
     Span,
-    TransferFailed,
     background,
     local_rank,
     new_incarnation,
@@ -107,8 +105,7 @@ class WorkerSide:
     """The hand-offs of one vLLM engine, in its worker of rank 0. `model` is the model's identity, which both
     sides must share. `place` are the worker's numbers, and `others` the other ranks' workers; `me` and
     `others` are those of `lead`. With `settings.agent` the manager runs in a process of its own, which maps
-    the pool. `computed` is for a `pool` whose device computes behind its host. `clock` and `make_manager` are
-    for the simulator.
+    the pool. `computed` is for a `pool` whose device computes behind its host.
 
     Raises ConfigError for settings or a `pool` that do not work here.
     """
@@ -124,11 +121,8 @@ class WorkerSide:
         me: LeaderId | None = None,
         others: Sequence[Rank] = (),
         computed: Computed | None = None,
-        *,
-        clock: Clock | None = None,
-        make_manager: Callable[..., KVManager | KVAgent] = KVManager,
     ) -> None:
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._unit = pool.unit_tokens
         self._computed = computed
         self._on_device = on_a_device(pool)
@@ -138,23 +132,25 @@ class WorkerSide:
         #: the least recently used first
         self._peers: dict[LeaderId, _PrefillPeer] = {}
         self._queries: IoThread | None = None
-        self._server: asyncio.Server | None = None
+        self._server: QueryServer | None = None
         #: the end of the forward of the step that runs, if its chunks are sent
         self._forward: ReadyEvent | None = None
+        self._in_step = False
         self._results = StepResults()
         #: why no hand-off is possible any more
         self._lost: SegueError | None = None
         me = me or LeaderId(new_incarnation())
         config = worker_config(role, settings, secret, model, pool, place, me)
-        if settings.agent:
-            make_manager = KVAgent
+        heard, lost = self._on_change, self._on_lost
+        self._manager: KVManager | KVAgent
         with cpus_of_parent(settings.cpus):
-            ranks = [local_rank(config, pool.memory, HOST), *others] if others else pool.memory
-            self._manager = make_manager(config, ranks, self._on_change, on_rank_lost=self._on_lost)
+            if settings.agent:
+                self._manager = KVAgent(config, pool.memory, heard, on_rank_lost=lost)
+            else:
+                ranks = [local_rank(config, pool.memory, HOST), *others] if others else pool.memory
+                self._manager = KVManager(config, ranks, heard, on_rank_lost=lost)
             host, port = self._manager.start()
-        self.address = SessionAddress(
-            config.me.incarnation, config.me.dp_rank, settings.advertise_host or host, port, False
-        )
+        self.address = PeerAddress(config.me, settings.advertise_host or host, port)
         if role is Role.PREFILL and settings.query_port:
             try:
                 self._serve_query(settings.host, settings.query_port, place.data_rank, secret)
@@ -169,25 +165,32 @@ class WorkerSide:
         """Carry out `orders`, before the step's forward. Its chunks are prepared and leave when it has ended.
         Raises SegueError when this worker cannot hand over KV any more, so that vLLM fails its health
         checks."""
+        if self._in_step:  # vLLM's newer runner does not call `wait_for_save` when a step has raised
+            self.end_forward(Internal("before wait_for_save"))
         if self._lost is not None:
             raise self._lost
         if not self._manager.io.running:
             raise Internal("the thread of the KV hand-off has ended; start this vLLM again")
-        if self._forward is not None:
-            self._forward.end(TransferFailed("the forward that computes a chunk has not ended"))
-            self._forward = None
+        self._in_step = True
         orders = list(orders)
         if sends_chunks(orders, self._on_device):
             self._forward = self._manager.ready()
         for order in orders:
             self._carry_out(order)
 
-    def end_forward(self) -> None:
+    def end_forward(self, raised: BaseException | None = None) -> None:
         """The KV of the step is complete in memory, or will be when the device has computed it: its chunks
-        leave then."""
-        forward, self._forward = self._forward, None
-        if forward is not None:
+        leave then. If the step has `raised`, nothing is sent any more, for vLLM may share its blocks with
+        later requests: the hand-offs of its chunks end on both sides, and the next step raises."""
+        forward, self._forward, self._in_step = self._forward, None, False
+        if raised is not None:
+            self._lost = step_raised(raised)
+        if forward is None:
+            return
+        if self._lost is None:
             forward.signal(self._computed and self._computed())
+        else:
+            forward.end(self._lost)
 
     def take_results(self) -> StepResults:
         """Requests and hand-offs that have ended since the last call."""
@@ -205,8 +208,8 @@ class WorkerSide:
         """End all sessions and threads. Idempotent."""
         self._manager.close()
         if self._queries is not None:
-            if self._server is not None:
-                self._queries.post(self._server.close)
+            if self._server is not None and self._queries.running:
+                self._queries.call(self._server.close(), _QUERY_S)
             self._queries.stop()
 
     # ---- orders ------------------------------------------------------------------------------
@@ -305,7 +308,7 @@ class WorkerSide:
     # ---- GET /query ---------------------------------------------------------------------------
 
     def _with_session(
-        self, peer: SessionAddress, then: Callable[[str, int], None], failed: Callable[[ErrorInfo], None]
+        self, peer: PeerAddress, then: Callable[[str, int], None], failed: Callable[[ErrorInfo], None]
     ) -> None:
         """Call `then` with the host and port of the sessions of `peer`, now or when its `GET /query` has
         answered, or `failed` with the error. Both are called under the lock."""
@@ -340,7 +343,9 @@ class WorkerSide:
             return
         ranks = RankDirectory()
         ranks.add(0, self.address)
-        self._server = io.call(serve_query(host, port, ranks, secret), _QUERY_S)
+        server = QueryServer(host, port, ranks, secret)
+        io.call(server.open(), _QUERY_S)
+        self._server = server
 
     def _query_thread(self) -> IoThread:
         if self._queries is None:

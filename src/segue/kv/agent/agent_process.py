@@ -22,7 +22,7 @@ from segue.kv.config import KVConfig
 from segue.kv.errors import MAX_ERROR_TEXT, ErrorInfo, OutOfCapacity, PeerLost, SegueError
 from segue.kv.manager import KVManager
 from segue.kv.process_link import HEAD, MAX_BYTES, Frames, ProcessLink, encode
-from segue.kv.protocol.messages import HandoffMessage, PathMessage
+from segue.kv.protocol.messages import HandoffMessage, PathChosen
 from segue.kv.ready import ReadyEvent
 from segue.kv.session.tasks import typed
 from segue.kv.session.tls import load_tls
@@ -57,12 +57,14 @@ class Agent:
         self._manager = KVManager(
             config,
             map_pool(order.pool),
-            lambda change: self._link.send(wire.change_answer(change)),
+            lambda change: self._link.send(change),
+            on_rank_lost=lambda _: self._engine_died(),  # as then: the end of the process is the proof
         )
         host, port = self._manager.start()
         try:
             limits, io = config.limits, self._manager.io
             self._link = ProcessLink(sock, "the engine", wire.AgentCommand, limits=limits, io=io)
+            self._link.ready_event = self._moment
             io.post(self._serve, wire.ServesAnswer(host, port), order.engine)
         except BaseException:
             self._manager.close()
@@ -101,8 +103,6 @@ class Agent:
     def _received(self, command: wire.AgentCommand) -> None:
         manager = self._manager
         match command:
-            case wire.ChunkCommand(event, ready):
-                manager.post(event if ready is None else replace(event, ready=self._moment(ready)))
             case wire.MomentCommand(number, error):
                 self._moment_is_over(number, error)
             case wire.AddPeerCommand(leader, host, port):
@@ -118,7 +118,7 @@ class Agent:
             case wire.SetUpCommand():
                 pass  # once is enough
             case _:
-                manager.post(command.event)
+                manager.post(command)
 
     def _moment(self, number: int) -> ReadyEvent:
         moment = self._moments.get(number)
@@ -135,7 +135,7 @@ class Agent:
 def config_of(order: wire.SetUpCommand) -> KVConfig:
     """The engine's configuration, with what cannot be sent."""
     tls = None if order.tls is None else load_tls(*order.tls)
-    return replace(order.config, tls=tls, messages=HandoffMessage | PathMessage)
+    return replace(order.config, tls=tls, messages=HandoffMessage | PathChosen)
 
 
 def map_pool(files: Sequence[wire.PoolFile]) -> Memory:

@@ -1,13 +1,12 @@
 """Messages between an engine's process and its agent, over a `ProcessLink`.
 
-The engine speaks first: `SetUpCommand`, answered by `ServesAnswer` or `CannotAnswer`. Each further `…Command`
-is a call of the engine; to a `CountCommand` the agent says a `CountAnswer`. All other answers are what the
-manager reports.
+The engine speaks first: `SetUpCommand`, answered by `ServesAnswer` or `CannotAnswer`. Then it sends the
+events of its handles as they are (`EngineEvent`), and the agent the changes that its manager reports
+(`Change`). Each further `…Command` is a call of the engine; to a `CountCommand` the agent says a
+`CountAnswer`.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import msgspec
 
@@ -17,6 +16,7 @@ from segue.kv.ids import LeaderId
 from segue.kv.peers import PathSpeed
 from segue.kv.process_link import HEAD, encode
 from segue.kv.protocol import events
+from segue.kv.ready import ReadyEvent
 
 
 class PoolFile(msgspec.Struct, frozen=True):
@@ -35,55 +35,6 @@ class SetUpCommand(msgspec.Struct, frozen=True, tag=True):
     pool: list[PoolFile]
     engine: int
     log_level: int
-
-
-class ExpectCommand(msgspec.Struct, frozen=True, tag=True):
-    """`KVManager.expect`."""
-
-    event: events.ExpectRoom
-
-
-class ReceiveCommand(msgspec.Struct, frozen=True, tag=True):
-    """`KVManager.receive`."""
-
-    event: events.OpenReceiver
-
-
-class DeclineCommand(msgspec.Struct, frozen=True, tag=True):
-    """`KVManager.decline`."""
-
-    event: events.DeclineRoom
-
-
-class PublishCommand(msgspec.Struct, frozen=True, tag=True):
-    """`KVReceiver.publish`."""
-
-    event: events.Publish
-
-
-class ChunkCommand(msgspec.Struct, frozen=True, tag=True):
-    """`KVSender.send`. The chunk is complete at the moment with the number `ready`, if there is one."""
-
-    event: events.SendChunk
-    ready: int | None = None
-
-
-class ContentCommand(msgspec.Struct, frozen=True, tag=True):
-    """`KVSender.finish`."""
-
-    event: events.SendMetadata
-
-
-class EndCommand(msgspec.Struct, frozen=True, tag=True):
-    """`abort`, `close` and `evict` of a handle."""
-
-    event: events.EndRoom
-
-
-class AllowCommand(msgspec.Struct, frozen=True, tag=True):
-    """`KVSender.allow`."""
-
-    event: events.AllowReplacement
 
 
 class MomentCommand(msgspec.Struct, frozen=True, tag=True):
@@ -130,24 +81,6 @@ class CannotAnswer(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-class PhaseAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A half entered a phase."""
-
-    change: events.Phase
-
-
-class ReleaseAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The pages of a half are back."""
-
-    change: events.Release
-
-
-class QuarantineAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The published pages of a half wait for a proof."""
-
-    change: events.Quarantined
-
-
 class CountAnswer(msgspec.Struct, frozen=True, tag=True):
     """The answer to the `CountCommand` of this number."""
 
@@ -165,75 +98,34 @@ class LogAnswer(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-#: Calls of the engine about one half of a room.
-HalfCommand = (
-    ExpectCommand
-    | ReceiveCommand
-    | DeclineCommand
-    | PublishCommand
-    | ChunkCommand
-    | ContentCommand
-    | EndCommand
-    | AllowCommand
-)
 AgentCommand = (
     SetUpCommand
-    | HalfCommand
+    | events.EngineEvent
     | MomentCommand
     | AddPeerCommand
     | RemovePeerCommand
     | CountCommand
     | CloseCommand
 )
-ChangeAnswer = PhaseAnswer | ReleaseAnswer | QuarantineAnswer
-AgentAnswer = ServesAnswer | CannotAnswer | ChangeAnswer | CountAnswer | LogAnswer
+AgentAnswer = ServesAnswer | CannotAnswer | events.Change | CountAnswer | LogAnswer
 
-_half_commands: msgspec.msgpack.Decoder[HalfCommand] = msgspec.msgpack.Decoder(HalfCommand)
+#: stands for each event where a frame is only checked
+_ANY_READY_EVENT = ReadyEvent(0, lambda _wait, _ended: None)
+_engine_events: msgspec.msgpack.Decoder[events.EngineEvent] = msgspec.msgpack.Decoder(
+    events.EngineEvent, dec_hook=lambda _kind, _number: _ANY_READY_EVENT
+)
 
 
-def frame_of(event: events.Event) -> bytes:
+def frame_of(event: events.EngineEvent) -> bytes:
     """The frame of what an engine's handle asks. Raises InvalidRequest for an argument of a wrong type or
     size: at the agent it would be nonsense, which ends the link and all hand-offs."""
     try:
-        frame = encode(half_command(event))
-        _half_commands.decode(memoryview(frame)[HEAD.size :])
+        if isinstance(event, events.SendChunk):  # as a number it might be another chunk's
+            msgspec.convert(event.ready, ReadyEvent | None)
+        frame = encode(event)
+        _engine_events.decode(memoryview(frame)[HEAD.size :])
     except SegueError:
         raise
     except Exception as error:
         raise InvalidRequest(f"a wrong argument: {error}") from error
     return frame
-
-
-def half_command(event: events.Event) -> HalfCommand:
-    """The command for what an engine's handle asks. Raises AssertionError for an event that no engine
-    posts."""
-    match event:
-        case events.ExpectRoom():
-            return ExpectCommand(event)
-        case events.OpenReceiver():
-            return ReceiveCommand(event)
-        case events.DeclineRoom():
-            return DeclineCommand(event)
-        case events.Publish():
-            return PublishCommand(event)
-        case events.SendChunk(ready=ready):
-            return ChunkCommand(replace(event, ready=None), None if ready is None else ready.number)
-        case events.SendMetadata():
-            return ContentCommand(event)
-        case events.EndRoom():
-            return EndCommand(event)
-        case events.AllowReplacement():
-            return AllowCommand(event)
-        case _:
-            raise AssertionError(f"{type(event).__name__} is no call of an engine")
-
-
-def change_answer(change: events.Change) -> ChangeAnswer:
-    """The answer for what a manager reports."""
-    match change:
-        case events.Phase():
-            return PhaseAnswer(change)
-        case events.Release():
-            return ReleaseAnswer(change)
-        case events.Quarantined():
-            return QuarantineAnswer(change)

@@ -91,6 +91,7 @@ class KVAgent(Handles):
         self.config = config
         self.pool = pool
         self.io = IoThread()
+        self.io.on_end = self._io_lost
         self._on_change = on_change
         self._on_rank_lost = on_rank_lost
         self._environment = agent_environment() if environment is None else dict(environment)
@@ -211,7 +212,7 @@ class KVAgent(Handles):
 
     # ---- the engine's side -------------------------------------------------------------------
 
-    def post(self, *batch: events.Event) -> None:
+    def post(self, *batch: events.EngineEvent) -> None:
         """See `Handles.post`. Raises InvalidRequest before `start` has returned."""
         self._check_started()
         self.io.post(self._handle_all, batch)
@@ -269,14 +270,13 @@ class KVAgent(Handles):
 
     # ---- on the link's thread ----------------------------------------------------------------
 
-    def _handle_all(self, batch: tuple[events.Event, ...]) -> None:
+    def _handle_all(self, batch: tuple[events.EngineEvent, ...]) -> None:
         for event in batch:
             if not self._closed:
                 self._handle(event)
 
-    def _handle(self, event: events.Event) -> None:
+    def _handle(self, event: events.EngineEvent) -> None:
         assert self._link is not None
-        assert isinstance(event, events.RoomEvent)
         if isinstance(event, events.ExpectRoom | events.OpenReceiver):
             error = self._refused(event)
             if error is None:
@@ -297,7 +297,7 @@ class KVAgent(Handles):
         try:
             self._link.send_frame(wire.frame_of(event))
         except SegueError as exc:
-            self._link.send(wire.EndCommand(events.EndRoom(event.key, exc.info)))
+            self._link.send(events.EndRoom(event.key, exc.info))
             return
         if isinstance(event, events.SendChunk) and (ready := event.ready) is not None:
             ready.then(partial(self.io.post, self._moment_is_over, ready))
@@ -335,12 +335,12 @@ class KVAgent(Handles):
             error = typed(exc, f"telling the engine of {type(change).__name__}")
             log.warning("%s was not taken: %s", type(change).__name__, error)
             assert self._link is not None
-            self._link.send(wire.EndCommand(events.EndRoom(change.key, error.info)))
+            self._link.send(events.EndRoom(change.key, error.info))
 
     def _received(self, answer: wire.AgentAnswer) -> None:
         match answer:
-            case wire.PhaseAnswer() | wire.ReleaseAnswer() | wire.QuarantineAnswer():
-                self._tell(answer.change)
+            case events.Phase() | events.Release() | events.Quarantined():
+                self._tell(answer)
             case wire.CountAnswer():
                 waiting = self._counts.get(answer.number)
                 if waiting is not None and not waiting.done():
@@ -370,6 +370,12 @@ class KVAgent(Handles):
         self._process.kill()
         start_thread("segue-agent-end", partial(self._prove_end, self._process))
         self._on_rank_lost(reason)
+
+    def _io_lost(self, error: SegueError) -> None:
+        """The thread of the link has ended: nothing is heard of the agent any more, and it is killed."""
+        if not self._closed:
+            self.ended = error
+            self._ended(error, False)
 
     def _prove_end(self, process: subprocess.Popen[bytes]) -> None:
         try:

@@ -11,7 +11,8 @@ for that rank alone, and only its answer counts. Times are absolute seconds of t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from segue.kv.errors import ErrorInfo
 from segue.kv.ids import ChecksumKind, Incarnation, KVPoll, LeaderId, RankId, RoomKey, Span, TransferId
@@ -25,8 +26,7 @@ from segue.kv.ready import ReadyEvent
 # ---- events ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectRoom:
+class ExpectRoom(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Engine, prefill: begin a room (BOOTSTRAPPING) and wait for a destination.
 
     `claim` are at most 64 bytes that a destination must carry, too: a digest of everything that must be equal
@@ -46,8 +46,7 @@ class ExpectRoom:
     announce: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefuseRoom:
+class RefuseRoom(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Engine, prefill: nobody will open this room, so that a destination for it, waiting or late, gets
     `error` at once. It is remembered until `deadline`. A no-op for a room that was opened, which is another
     request's. `announce` as in `ExpectRoom`."""
@@ -58,14 +57,13 @@ class RefuseRoom:
     announce: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenReceiver:
+class OpenReceiver(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Engine, decode: a decode half begins. It is WAITING_FOR_INPUT once the session to the prefill leader is
     up (`PeerUp` seen, before or after this).
 
     `prefill` may leave the DP rank open (`LeaderId.is_open`): then it is the `hint` of the request, or is
     inferred from what the instance declares, or the registry is asked; with `force_query` always.
-    `replaces` as in `Destination`. If prefill's room was not `placed` for us, prefill is told with `Declined`
+    If prefill's room was not `placed` for us, prefill is told with `Declined`
     when this half fails before KV has come: nobody else tells it. A wrong `placed` costs time alone:
     prefill obeys `Declined` by its own rule, and `Failed` only from the decode leader that its room names.
     """
@@ -77,12 +75,10 @@ class OpenReceiver:
     claim: bytes = b""
     hint: int | None = None
     force_query: bool = False
-    replaces: int | None = None
     placed: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True, tag=True):
     """Engine: the receiver's pages. From here on a peer may write into them.
 
     `pages` and `slot` as in `Destination`; pages after those of the prompt are not published. Legal in
@@ -95,8 +91,7 @@ class Publish:
     slot: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SendChunk:
+class SendChunk(msgspec.Struct, frozen=True, tag=True):
     """Engine: the KV of `span` is complete in the source pool, or will be at `ready`, and stays there until
     `Release`.
 
@@ -117,16 +112,14 @@ class SendChunk:
     ready: ReadyEvent | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SendMetadata:
+class SendMetadata(msgspec.Struct, frozen=True, tag=True):
     """Engine: its own bytes for decode (`Metadata.content`), once for each room."""
 
     key: RoomKey
     content: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EndRoom:
+class EndRoom(msgspec.Struct, frozen=True, tag=True):
     """Engine: end this half with `error`; a no-op after a terminal phase. A retained room of prefill that has
     succeeded ends with SUCCESS. With `unbound_s` only a room ends that has had no binding for so many seconds
     and was not committed, so that an engine that lacks memory may take its pages back."""
@@ -136,21 +129,16 @@ class EndRoom:
     unbound_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AllowReplacement:
-    """Engine, prefill: the placer of the request says that the attempt `by` of the leader `decode` replaces
-    the attempt `replaced`. With `ended` it takes nothing of that one or of earlier ones any more: a retained
-    room is for `by` at once, and no decode is asked whether it has committed."""
+class PlaceRoom(msgspec.Struct, frozen=True, tag=True):
+    """Engine, prefill: the placer of the request gives a retained room to the attempt `attempt` of the leader
+    `decode`. Earlier attempts end, whatever they have committed."""
 
     key: RoomKey
-    replaced: int
-    by: int
+    attempt: int
     decode: LeaderId
-    ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DeclineRoom:
+class DeclineRoom(msgspec.Struct, frozen=True, tag=True):
     """Engine, decode: no destination will be published for this room. Prefill is told, on its next session if
     it has none now: the DP rank that is named, or all ranks of a listed instance. It obeys where `claim` is
     that of its room, or empty for a room that was placed for no decode leader. A no-op for a room with a
@@ -162,8 +150,7 @@ class DeclineRoom:
     claim: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class AbortTransfer:
+class AbortTransfer(msgspec.Struct, frozen=True):
     """End this hand-off with `error`; a no-op after a terminal phase. The caller of an `Exchange` says so
     where an effect was not carried out, the `Exchange` itself where a handler raised, and rooms."""
 
@@ -171,8 +158,7 @@ class AbortTransfer:
     error: ErrorInfo
 
 
-@dataclass(frozen=True, slots=True)
-class PeerUp:
+class PeerUp(msgspec.Struct, frozen=True):
     """Session: a peer leader is connected and compatible: `plan` is how the pools of the pair are copied.
 
     `transport` is the one chosen for this peer; empty means the one the `Exchange` was made with. `checksum`
@@ -185,8 +171,7 @@ class PeerUp:
     checksum: ChecksumKind | None = ChecksumKind.XXH3
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDown:
+class PeerDown(msgspec.Struct, frozen=True):
     """Session: the session to this leader has ended; fails exactly its transfers.
 
     `dead` is True when the kernel or a transport proved that nothing of it lands any more. For a transport
@@ -199,24 +184,21 @@ class PeerDown:
     over: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """Session: a message of this peer."""
 
     peer: LeaderId
     message: HandoffMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(msgspec.Struct, frozen=True):
     """Transport: our rank `rank` has carried out its `Grant`; writes may land there from now on."""
 
     transfer: TransferId
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class WriteLanded:
+class WriteLanded(msgspec.Struct, frozen=True):
     """Transport: the write `tag` of our rank `rank` (see `PostWrite`, `Relay`) has landed at the
     destination."""
 
@@ -226,8 +208,7 @@ class WriteLanded:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class WriteBroken:
+class WriteBroken(msgspec.Struct, frozen=True):
     """Transport: the write `tag` of our rank `rank` did not land. `refused`, on prefill: decode did not grant
     its epoch (any more), so decode ended this hand-off, and the reason is under way."""
 
@@ -238,8 +219,7 @@ class WriteBroken:
     refused: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ChecksumReady:
+class ChecksumReady(msgspec.Struct, frozen=True, tag=True):
     """Hashing: our rank's answer to its `ComputeChecksum` with this `tag`. `error` says why there is no
     checksum."""
 
@@ -250,8 +230,7 @@ class ChecksumReady:
     error: ErrorInfo | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FenceDone:
+class FenceDone(msgspec.Struct, frozen=True):
     """Transport: the answer of our rank `rank` to the `Fence` for `partner`; `proven` as in
     `kv.transport.base.Fenced`."""
 
@@ -261,35 +240,32 @@ class FenceDone:
     proven: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RoomFound:
+class RoomFound(msgspec.Struct, frozen=True):
     """Registry: the answer to `AskRoom`; `leader` has the room."""
 
     key: RoomKey
     leader: LeaderId
 
 
-@dataclass(frozen=True, slots=True)
-class RoomUnknown:
+class RoomUnknown(msgspec.Struct, frozen=True):
     """Registry: the answer to `AskRoom` or `RegisterRoom` is `error`."""
 
     key: RoomKey
     error: ErrorInfo
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillInstances:
+class PrefillInstances(msgspec.Struct, frozen=True):
     """Registry: the prefill instances that exist now."""
 
     instances: Mapping[Incarnation, PrefillInstance]
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Clock: `now` has reached `Exchange.next_deadline()`. For a machine: its deadline has passed."""
 
 
-RoomEvent = (
+#: The events that handles of an engine post.
+EngineEvent = (
     ExpectRoom
     | RefuseRoom
     | OpenReceiver
@@ -297,27 +273,34 @@ RoomEvent = (
     | SendChunk
     | SendMetadata
     | EndRoom
-    | AllowReplacement
+    | PlaceRoom
     | DeclineRoom
-    | RoomFound
-    | RoomUnknown
 )
 RankEvent = Granted | WriteLanded | WriteBroken | ChecksumReady | FenceDone
-Event = RoomEvent | RankEvent | AbortTransfer | PeerUp | PeerDown | Received | PrefillInstances | Tick
+Event = (
+    EngineEvent
+    | RoomFound
+    | RoomUnknown
+    | RankEvent
+    | AbortTransfer
+    | PeerUp
+    | PeerDown
+    | Received
+    | PrefillInstances
+    | Tick
+)
 
 # ---- effects -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Give `message` to the session of `peer`; if there is none any more, drop it."""
 
     peer: LeaderId
     message: HandoffMessage
 
 
-@dataclass(frozen=True, slots=True)
-class PostWrite:
+class PostWrite(msgspec.Struct, frozen=True):
     """Prefill: have our rank `rank` write to the peer's rank `target`, once its KV is `ready`. A `Fence` of
     the epoch ends one that still waits."""
 
@@ -330,8 +313,7 @@ class PostWrite:
     ready: ReadyEvent | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Relay:
+class Relay(msgspec.Struct, frozen=True):
     """Decode: have our rank `rank` write what has landed at it to our rank `target`, which holds the same."""
 
     transfer: TransferId
@@ -342,8 +324,7 @@ class Relay:
     blocks: tuple[CopyBlock, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeChecksum:
+class ComputeChecksum(msgspec.Struct, frozen=True, tag=True):
     """Either side: compute the checksum `kind` of `content` in the pool of our rank `rank`.
 
     Answered by exactly one `ChecksumReady`. Prefill hashes what it sends, decode what has landed. The
@@ -360,8 +341,7 @@ class ComputeChecksum:
     ready: ReadyEvent | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     """Decode: writes of `epoch` by `transfer.prefill`, and by those of our own ranks that pass on to it, may
     land in `pages` and in `slot` of our rank `rank`; answered by its `Granted`."""
 
@@ -372,8 +352,7 @@ class Grant:
     slot: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(msgspec.Struct, frozen=True):
     """Either side: our rank `rank` ends `epoch` in its transport for `partner`, a rank of the peer or of our
     own that it exchanges bytes with. Answered by its `FenceDone`."""
 
@@ -383,8 +362,7 @@ class Fence:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffPhase:
+class HandoffPhase(msgspec.Struct, frozen=True):
     """One hand-off entered `phase`. Terminal phases come exactly once and last. See `Phase` for the rest."""
 
     transfer: TransferId
@@ -395,23 +373,20 @@ class HandoffPhase:
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffReleased:
+class HandoffReleased(msgspec.Struct, frozen=True):
     """Nobody but the engine touches the pages for this hand-off any more; comes exactly once."""
 
     transfer: TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffQuarantined:
+class HandoffQuarantined(msgspec.Struct, frozen=True):
     """The hand-off has failed, but its published pages (`pages` of them) wait for a fence."""
 
     transfer: TransferId
     pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(msgspec.Struct, frozen=True, tag=True):
     """The engine's half `key` of a room entered `phase`. A terminal phase comes exactly once, as the last.
 
     `error` comes with FAILED, `metadata` (what prefill's engine sent) with the receiver's SUCCESS. `wire_s`
@@ -429,8 +404,7 @@ class Phase:
     peer: LeaderId | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True, tag=True):
     """The pages of the half `key` belong to the engine again; comes exactly once, after the terminal phase,
     and is proven: no write of the peer can land in them, no read of them is under way.
 
@@ -441,8 +415,7 @@ class Release:
     key: RoomKey
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantined:
+class Quarantined(msgspec.Struct, frozen=True, tag=True):
     """The receiver `key` has failed, and its published pages (`pages` of them) wait for the proof that
     nothing is written into them any more; `Release` follows."""
 
@@ -450,8 +423,7 @@ class Quarantined:
     pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class AskRoom:
+class AskRoom(msgspec.Struct, frozen=True):
     """Ask the registry which leader has the room, until it answers (`RoomFound`, `RoomUnknown`), `timeout_s`
     have passed or `RoomSettled`. Decode cannot infer the DP rank of prefill; or prefill has a destination for
     a room that it does not expect (yet)."""
@@ -460,8 +432,7 @@ class AskRoom:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterRoom:
+class RegisterRoom(msgspec.Struct, frozen=True):
     """Prefill: tell the registry that this leader has the room, for `ttl_s` seconds. Answered only if that
     fails (`RoomUnknown`)."""
 
@@ -469,15 +440,13 @@ class RegisterRoom:
     ttl_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RoomSettled:
+class RoomSettled(msgspec.Struct, frozen=True):
     """The answer to `AskRoom` is not needed any more."""
 
     key: RoomKey
 
 
-@dataclass(frozen=True, slots=True)
-class Redirected:
+class Redirected(msgspec.Struct, frozen=True):
     """Decode: this hand-off ends because its room is on `dp_rank` of that instance. Comes before its
     `HandoffPhase`; the receiver begins another hand-off there once this one is released."""
 

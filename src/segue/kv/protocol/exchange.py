@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,7 +19,6 @@ from segue.kv.ids import ChecksumMode, KVPoll, LeaderId, Role, RoomKey, Transfer
 from segue.kv.limits import Limits
 from segue.kv.protocol.events import (
     AbortTransfer,
-    AllowReplacement,
     ChecksumReady,
     DeclineRoom,
     Effect,
@@ -36,6 +34,7 @@ from segue.kv.protocol.events import (
     OpenReceiver,
     PeerDown,
     PeerUp,
+    PlaceRoom,
     PrefillInstances,
     Publish,
     RankEvent,
@@ -141,7 +140,7 @@ class Exchange:
                 SendChunk: rooms.send_chunk,
                 SendMetadata: rooms.send_metadata,
                 EndRoom: rooms.end,
-                AllowReplacement: rooms.allow,
+                PlaceRoom: rooms.place,
                 RoomFound: rooms.found,
                 RoomUnknown: rooms.unknown,
             }
@@ -333,7 +332,7 @@ class Exchange:
         finally:  # a bug there costs no hand-off its proof
             for machine in self._bound_to(event.peer):
                 elsewhere = event.over is not None and machine.transport != event.over
-                self.tell(machine, replace(event, dead=False) if elsewhere else event)
+                self.tell(machine, msgspec.structs.replace(event, dead=False) if elsewhere else event)
 
     def _bound_to(self, peer: LeaderId) -> list[Machine]:
         return [m for m in self.machines.values() if m.peer == peer]
@@ -352,9 +351,10 @@ class Exchange:
         if not known or kind not in legal or mine != self.local.me or theirs != event.peer:
             self.counters["stray_messages"] += 1
             return
-        if prefill and self.rooms.settles_doubt(message):
+        if isinstance(message, Committed) and self.rooms.commits_late(message):
             return
-        machine = self.machines.get(transfer)
+        # `Declined` is about the room, which may outlive the hand-off whose fences are still waited for.
+        machine = None if kind is Declined else self.machines.get(transfer)
         if machine is not None:
             if not self.tell(machine, message) and kind is Destination:
                 self.counters["repeats"] += 1

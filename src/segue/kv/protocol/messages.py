@@ -18,20 +18,11 @@ from segue.kv.versions import Versions
 
 #: The versions of these messages that are spoken here. Raise the newest one whenever a message changes its
 #: meaning, and the oldest one when its meaning is not understood any more.
-HANDOFF_VERSIONS = Versions(7, 7)
+HANDOFF_VERSIONS = Versions(8, 8)
 
 #: bytes of the digest of what must be equal on both sides
 MAX_CLAIM_BYTES = 64
 Claim = Annotated[bytes, msgspec.Meta(max_length=MAX_CLAIM_BYTES)]
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """The natural log-probability `logprob` of one chosen `token` (its id), and the most likely alternatives
-    `top` as pairs of both, best first."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]] = []
 
 
 class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,9 +31,8 @@ class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
     `versions` are those of the hand-off's messages that it speaks; both sides use the highest common one.
     `model` is a fingerprint of configuration and weights: KV of another model is never accepted.
     `ranks` are the pools in rank order, `endpoints` maps a transport's name to one opaque
-    endpoint per rank. `scratch` has of each rank the offset and the size of memory that nothing is kept in; a
-    side that gives none takes no part in a probe. `checksums` are the kinds that all ranks can compute;
-    `unchecked`: hand-offs without one are wanted here.
+    endpoint per rank, in the order in which prefill tries them. `checksums` are the kinds that all ranks can
+    compute; `unchecked`: hand-offs without one are wanted here.
     """
 
     versions: Versions
@@ -51,7 +41,6 @@ class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[PoolSpec]
     endpoints: dict[str, list[bytes]]
     max_transfers: int
-    scratch: list[tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=2)]]] = []
     checksums: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=64)], ...], msgspec.Meta(max_length=16)
     ] = (ChecksumKind.XXH3,)
@@ -66,8 +55,7 @@ class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `epoch` was chosen by decode for this hand-off alone and every write carries it. `plan_hash`
     is what decode computed from both layouts; prefill must compute the same. `claim` must be that of
     prefill's room. `inferred`: decode was not told the DP rank of prefill by the placer of the request; the
-    room may be on another one, and prefill says so. `replaces` is the attempt at this room that ends for this
-    one.
+    room may be on another one, and prefill says so.
     """
 
     transfer: TransferId
@@ -81,7 +69,6 @@ class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     claim: Claim = b""
     inferred: bool = False
     slot: int | None = None
-    replaces: int | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -173,22 +160,11 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
     transfer: TransferId
 
 
-class ProbeReady(msgspec.Struct, frozen=True, tag=True):
-    """D→P, where both give scratch, and before anything else: P may write into it under `epoch`, over each
-    transport that the pair could use."""
-
-    epoch: int
-
-
 class PathChosen(msgspec.Struct, frozen=True, tag=True):
-    """P→D: the transport of this session. P decides, for it is the one that writes, and so the one that
-    measures; nothing of a probe is written any more."""
+    """P→D, once for each session and before anything else: its `transport`. P decides, because it writes."""
 
-    transport: str
+    transport: Annotated[str, msgspec.Meta(max_length=64)]
 
-
-#: The messages between two leaders that choose a transport.
-PathMessage = ProbeReady | PathChosen
 
 #: The messages of hand-offs between two leaders.
 HandoffMessage = (

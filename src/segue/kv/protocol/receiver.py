@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
@@ -73,24 +72,16 @@ class ReceiverState(enum.StrEnum):
 _S = ReceiverState
 
 
-@dataclass(frozen=True, slots=True)
-class DestinationTerms:
-    """The fields of `Destination` besides the pages; see there."""
-
-    claim: bytes = b""
-    inferred: bool = False
-    replaces: int | None = None
-
-
 class ReceiverMachine(Machine):
     """Publishes pages, tallies and verifies what lands in them, has it passed on to the ranks that hold the
     same, commits; or fails and waits for a proof."""
 
-    __slots__ = ("_asks", "_granting", "_tally", "accepted", "pages", "peer_done", "slot")
+    __slots__ = ("_claim", "_granting", "_inferred", "_tally", "accepted", "pages", "peer_done", "slot")
 
-    def __init__(self, args: MachineArgs, asks: DestinationTerms) -> None:
+    def __init__(self, args: MachineArgs, claim: bytes, *, inferred: bool) -> None:
         super().__init__(args)
-        self._asks = asks
+        #: as in `Destination`
+        self._claim, self._inferred = claim, inferred
         #: Prefill's room is bound to this hand-off.
         self.accepted = False
         self._tally: Tally | None = None
@@ -155,10 +146,9 @@ class ReceiverMachine(Machine):
             pages=list(self.pages),
             transport=self.transport,
             plan_hash=self.plan.hash(self.prompt_tokens, self.prefix_tokens, len(self.pages)),
-            claim=self._asks.claim,
-            inferred=self._asks.inferred,
+            claim=self._claim,
+            inferred=self._inferred,
             slot=self.slot,
-            replaces=self._asks.replaces,
         )
         self.send(message)
 
@@ -196,7 +186,7 @@ class ReceiverMachine(Machine):
             # The rank that has the room was not asked, and must not wait for us.
             owner = LeaderId(self.peer.incarnation, message.dp_rank)
             elsewhere = msgspec.structs.replace(self.transfer, prefill=owner)
-            self.emit(Send(owner, Declined(elsewhere, message.error, self._asks.claim)))
+            self.emit(Send(owner, Declined(elsewhere, message.error, self._claim)))
             self.end(message.error, End.BY_PEER)
             return
         text = f"the room belongs to DP rank {message.dp_rank} of this prefill instance"
@@ -310,7 +300,7 @@ class ReceiverMachine(Machine):
         if held:
             self.ended_by_peer = end is End.BY_PEER
             if end is End.HERE:
-                self.send(Declined(self.transfer, error, self._asks.claim))
+                self.send(Declined(self.transfer, error, self._claim))
             return self.release()
         if end is not End.SESSION_LOST:
             self.send(Abort(self.transfer))

@@ -48,7 +48,7 @@ from segue.kv.protocol.events import (
 from segue.kv.protocol.link import LocalLeader
 from segue.kv.protocol.machine import IllegalEvent
 from segue.kv.protocol.messages import MAX_CLAIM_BYTES, Declined
-from segue.kv.protocol.receiver import DestinationTerms, ReceiverMachine
+from segue.kv.protocol.receiver import ReceiverMachine
 from segue.kv.protocol.room_ranks import PrefillInstance
 from segue.kv.protocol.rooms import MachineHost
 from segue.kv.protocol.timers import DeadlineEntry, Deadlines
@@ -269,7 +269,7 @@ class Receptions:
             self._fail(reception, ended.error)  # prefill has ended it before it began here
             return
         args = self._host.args(transfer, leader, opened.prompt_tokens, opened.deadline)
-        machine = ReceiverMachine(args, DestinationTerms(opened.claim, inferred, opened.replaces))
+        machine = ReceiverMachine(args, opened.claim, inferred=inferred)
         reception.machine = machine
         machine.declined = None if opened.placed else opened.claim
         self._host.add(machine, reception)

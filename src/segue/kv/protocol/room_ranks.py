@@ -29,15 +29,24 @@ class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
     on_conflict: str = REDIRECT_ON_CONFLICT
 
     def inferred(self, room: int, hint: int | None = None, *, force_query: bool = False) -> int | None:
-        """The rank that decode tries for `room` if its ticket names none; see `resolve_prefill_dp_rank`. The
-        request itself may `force_query`."""
-        return resolve_prefill_dp_rank(
-            room=room,
-            dp_size=self.size,
-            load_balance=self.load_balance,
-            force_query=self.force_query or force_query,
-            request_rank=hint,
-        )
+        """The rank of prefill that owns `room`; None if only the registry knows it.
+
+        In this order: the request's `hint` (`disagg_prefill_dp_rank`); the only rank there is; `room % size`
+        if prefill follows the room, unless the instance or the request says `force_query`. Raises
+        DpRankOutOfRange for a hint that names no rank.
+        """
+        if self.size < 1:
+            raise InvalidRequest(f"prefill declares {self.size} DP ranks")
+        if hint is not None:
+            if not 0 <= hint < self.size:
+                raise DpRankOutOfRange(
+                    f"disagg_prefill_dp_rank names DP rank {hint}, prefill has ranks 0 to {self.size - 1}",
+                    room=room,
+                )
+            return hint
+        if self.size == 1:
+            return 0
+        return None if self.force_query or force_query else self.follows(room)
 
     def follows(self, room: int) -> int | None:
         """The rank that `room` itself names; None if this instance does not go by it."""
@@ -63,36 +72,3 @@ def dp_rank_conflict(room: int, true: int, other: int) -> DpRankConflict:
         f"--dp-rank-conflict {REDIRECT_ON_CONFLICT}, which allows both",
         room=room,
     )
-
-
-def resolve_prefill_dp_rank(
-    *,
-    room: int,
-    dp_size: int,
-    load_balance: str,
-    force_query: bool,
-    ticket_rank: int | None = None,
-    request_rank: int | None = None,
-) -> int | None:
-    """The DP rank of prefill that owns `room`; None if only the bootstrap registry knows it.
-
-    In this order: the ticket; the request (`disagg_prefill_dp_rank`); the only rank there is;
-    `room % dp_size` if prefill declares that it follows the room and `force_query`
-    (`force_query_prefill_dp_rank`) is off; else the registry. Raises DpRankOutOfRange for a named
-    rank that does not exist.
-    """
-    if dp_size < 1:
-        raise InvalidRequest(f"prefill declares {dp_size} DP ranks")
-    for source, rank in (("the ticket", ticket_rank), ("disagg_prefill_dp_rank", request_rank)):
-        if rank is None:
-            continue
-        if not 0 <= rank < dp_size:
-            raise DpRankOutOfRange(
-                f"{source} names DP rank {rank}, prefill has ranks 0 to {dp_size - 1}", room=room
-            )
-        return rank
-    if dp_size == 1:
-        return 0
-    if load_balance == FOLLOW_BOOTSTRAP_ROOM and not force_query:
-        return room % dp_size
-    return None

@@ -5,18 +5,14 @@ the engine's `ExpectRoom`, `CLOSED` after its one terminal event.
 
 - A destination binds a room if it passes every check (`_bind`: leader, claim, session, copy plan, pages). A
 destination that fails a check leaves the room open, and gets `Failed` and `Gone`.
-- A room has one live binding. Another destination is refused (retryable) unless it replaces the live attempt;
-  the same decode leader, or the placer of the request (`AllowReplacement`), says so.
-- A replaced attempt that may have committed is asked first (`Room.doubt`): `Committed` wins; after `Failed`,
-  `Abort`, `Gone` or its proven death the other one binds. A lost session is no answer. If no
-  destination waits for the answer any more, the room ends, or if it is retained may be evicted.
+- A room has one live binding, and another destination is refused (retryable).
 - The room keeps what its engine sent and gives it to each binding (`_replay`): all spans with the newest
   pages, and the metadata.
 - Without `retain_s` the room ends with its first binding. Otherwise it outlives failures, fewer than
   `Limits.max_bindings`, and the first success by `retain_s`.
 - Words of the decode that a room is placed for, which no other attempt can mend (`retryable`), end it.
-- The placer may give a retained room to another decode leader (`AllowReplacement.ended`). The attempts before
-  it end then, without a question. A destination that comes before the placer's word waits for it.
+- The placer may give a retained room to a later attempt (`PlaceRoom`). The attempts before it end then. A
+  destination of a later attempt at a placed, retained room waits for that.
 - `Gone` and `Moved` are a proof that nothing is written: the tombstone of a hand-off without a machine comes
   before the answer.
 
@@ -26,7 +22,6 @@ of them.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import hmac
 from collections.abc import Callable, Mapping
@@ -51,13 +46,13 @@ from segue.kv.errors import (
 from segue.kv.ids import KVPoll, LeaderId, RoomKey, Span, TransferId
 from segue.kv.protocol.events import (
     AbortTransfer,
-    AllowReplacement,
     AskRoom,
     EndRoom,
     ExpectRoom,
     HandoffPhase,
     PeerDown,
     Phase,
+    PlaceRoom,
     Received,
     RefuseRoom,
     RegisterRoom,
@@ -173,10 +168,6 @@ class Room:
     failed_bindings: int = 0
     success: HandoffPhase | None = None
     error: ErrorInfo | None = None
-    #: (replaced attempt, its successor, the successor's leader)
-    permits: set[tuple[int, int, LeaderId]] = field(default_factory=set)
-    #: the attempt that a waiting destination replaces, and that may have committed
-    doubt: TransferId | None = None
     #: the newest binding, if it has failed: its decode may have committed, and lost the word with the session
     failed: TransferId | None = None
     ending: bool = False
@@ -197,6 +188,12 @@ class Room:
     def sent(self) -> int:
         """Tokens whose KV was sent, complete or not."""
         return self.spans[-1][0].end if self.spans else 0
+
+
+def _check_attempt(attempt: int, key: RoomKey) -> None:
+    # Later it would raise in the end of the room, before its pages are released.
+    if not (isinstance(attempt, int) and 0 <= attempt < 2**16):
+        raise InvalidRequest(f"attempt must be in 0 … 65535, not {attempt}", room=key.room)
 
 
 class Rooms:
@@ -298,6 +295,7 @@ class Rooms:
             raise IllegalEvent("a hand-off needs at least one prompt token", room=event.key.room)
         if len(event.claim) > MAX_CLAIM_BYTES:
             raise InvalidRequest(f"a claim has at most {MAX_CLAIM_BYTES} bytes, not {len(event.claim)}")
+        _check_attempt(event.attempt, event.key)
         room_id, origin = event.key.room, self._local.origin
         if room is not None and room.state is not _S.PARKED:
             raise InvalidRequest(
@@ -371,35 +369,27 @@ class Rooms:
             return
         if event.unbound_s is not None:
             since = self._turn.now - room.unbound_at
-            if room.machine or self._answer_awaited(room) or room.success or since < event.unbound_s:
+            if room.machine or room.success or since < event.unbound_s:
                 return
         room.ending = True
         machine = room.machine
         if machine is None or not self._host.tell(machine, AbortTransfer(machine.transfer, event.error)):
             self._close(room, self._record(room, event.error))
 
-    def allow(self, event: AllowReplacement) -> None:
-        """See `AllowReplacement`; at most `limits.max_bindings` of one room count."""
+    def place(self, event: PlaceRoom) -> None:
+        """See `PlaceRoom`. Raises InvalidRequest, with nothing changed, for an attempt that cannot be."""
         room = self._live(event.key)
-        if room is None or len(room.permits) >= self._limits.max_bindings:
+        if room is None:
             return
-        if event.ended:
-            self._place_again(room, event)
-            return
-        room.permits.add((event.replaced, event.by, event.decode))
-        for waiting in list(room.parked.values()):
-            self._contest(room, waiting)
-
-    def _place_again(self, room: Room, event: AllowReplacement) -> None:
-        """The room is for the attempt `event.by`. Nobody takes what an earlier one may have committed."""
-        room.expected = dataclasses.replace(room.opened, decode=event.decode, attempt=event.by)
-        room.doubt, room.unbound_at = None, self._turn.now
-        if room.failed is not None and room.failed.attempt < event.by:
+        _check_attempt(event.attempt, event.key)
+        room.expected = replace(room.opened, decode=event.decode, attempt=event.attempt)
+        room.unbound_at = self._turn.now
+        if room.failed is not None and room.failed.attempt < event.attempt:
             room.failed = None
         machine = room.machine
         if machine is None:
             self._bind_waiting(room)
-        elif machine.transfer.attempt < event.by:
+        elif machine.transfer.attempt < event.attempt:
             error = TransferFailed("the placer of the request has given it to another decode leader").info
             error = self._tombstones.record(error, room.key.room, machine.peer)
             self._host.tell(machine, AbortTransfer(machine.transfer, error))
@@ -464,30 +454,14 @@ class Rooms:
         else:
             handler(self, room, event.peer, message)
 
-    def settles_doubt(self, message: HandoffMessage) -> bool:
-        """Whether `message` is the end of an attempt that another one is to replace. False if a machine must
-        handle it, too."""
-        room = self.rooms.get(message.transfer.sent_as)
-        if room is not None and isinstance(message, Committed) and self._commits_late(room, message):
-            return True
-        if room is None or room.doubt != message.transfer:
-            return False
-        if isinstance(message, (Failed, Abort, Gone)):
-            room.doubt = None
-            if room.machine is None:  # else it ends by this message, and what waits binds then
-                self._bind_waiting(room)
-            return False
-        if isinstance(message, Committed) and room.machine is None:
-            self._committed(room, HandoffPhase(message.transfer, KVPoll.SUCCESS))
-            return True
-        return False
-
-    def _commits_late(self, room: Room, message: Committed) -> bool:
+    def commits_late(self, message: Committed) -> bool:
         """Whether the decode of the newest binding had committed before our half failed: then nobody else
-        comes, and the room has succeeded."""
-        if room.state is not _S.EXPECTED or room.failed != message.transfer or room.success is not None:
+        comes, and the room has succeeded. Its machine may still wait for its fences."""
+        room = self.rooms.get(message.transfer.sent_as)
+        if room is None or room.state is not _S.EXPECTED or room.success is not None:
             return False
-        if room.sent < room.opened.prompt_tokens or room.metadata is None:
+        sent = room.sent == room.opened.prompt_tokens and room.metadata is not None
+        if not sent or room.failed != message.transfer:
             return False
         self._committed(room, HandoffPhase(message.transfer, KVPoll.SUCCESS))
         return True
@@ -504,12 +478,15 @@ class Rooms:
     def _destination(self, room: Room, peer: LeaderId, message: Destination) -> None:
         if message.transfer in room.parked:
             self._counters["repeats"] += 1
-        elif room.state is _S.EXPECTED and room.doubt is None:
+        elif room.state is _S.EXPECTED:
             self._bind(room, peer, message)
         elif room.state is _S.CLOSED:
             self._refuse(peer, message.transfer, room.error or self._taken(room, message))
+        elif self._may_be_placed(room, message):
+            self._await_word(room, peer, message)
         else:
-            self._contest(room, self._waiting(peer, message, message.budget_s))
+            text = f"another attempt at room {room.key.room} has it"
+            self._refuse(peer, message.transfer, TransferFailed(text).info)
 
     def _waiting(self, peer: LeaderId, message: Word, budget_s: float) -> Parked[Word]:
         # A NaN from the wire must not get into the heap: it compares as false with everything.
@@ -538,10 +515,16 @@ class Rooms:
     def _declined(self, room: Room | None, peer: LeaderId, message: Declined) -> None:
         if room is None or room.state is _S.PARKED:
             self._early(room, peer, message)
-        elif room.doubt is None and self._may_decline(room.opened, peer, message):
+        elif self._may_decline(room.opened, peer, message):
             self._close(room, message.error, tell=False)
         else:
             self._counters["stray_messages"] += 1
+
+    def _declined_bound(self, room: Room, peer: LeaderId, message: Declined) -> None:
+        """The binding's own decode will not try again: the room ends with the binding."""
+        if room.machine is not None and message.transfer == room.machine.transfer:
+            room.ending = room.ending or self._may_decline(room.opened, peer, message)
+        self._counters["repeats"] += 1
 
     def _peer_ended(self, room: Room | None, peer: LeaderId, message: Failed | Abort | Gone) -> None:
         """Decode has ended a hand-off that has no machine here."""
@@ -679,30 +662,16 @@ class Rooms:
         self._left(room)
 
     def _left(self, room: Room) -> None:
-        """A message does not wait any more. A parked room without another one is forgotten; a room that is
-        not retained ends if it was open for that one alone."""
+        """A message does not wait any more. A parked room without another one is forgotten."""
         if room.state is _S.PARKED and not room.parked and not room.declined:
             self._forget(room)
-        elif (
-            room.state is _S.EXPECTED
-            and room.doubt is not None
-            and room.opened.retain_s is None
-            and not self._answer_awaited(room)
-        ):
-            self._close(room, room.error, tell=False)
-
-    @staticmethod
-    def _answer_awaited(room: Room) -> bool:
-        """Whether a destination waits for the answer of the attempt in doubt."""
-        doubt = room.doubt
-        return doubt is not None and any(p.message.replaces == doubt.attempt for p in room.parked.values())
 
     # ---- binding ---------------------------------------------------------------------------------
 
     def _bind(self, room: Room, peer: LeaderId, message: Destination) -> None:
-        opened, permits = room.opened, room.permits
-        if opened.decode not in (None, peer) and not any(leader == peer for _, _, leader in permits):
-            if opened.retain_s is not None and message.transfer.attempt > opened.attempt:
+        opened = room.opened
+        if opened.decode not in (None, peer):
+            if self._may_be_placed(room, message):
                 self._await_word(room, peer, message)
                 return
             text = f"room {room.key.room} was placed for decode {opened.decode}"
@@ -715,10 +684,17 @@ class Rooms:
         machine = self._accepted(room, peer, message)
         if machine is None:
             return
-        room.state, room.machine, room.bound_to, room.failed = _S.BOUND, machine, peer, None
+        room.state, room.machine, room.bound_to = _S.BOUND, machine, peer
         room.holding.add(machine.transfer)
         self._host.add(machine, room)
         self._replay(room, machine)
+
+    @staticmethod
+    def _may_be_placed(room: Room, message: Destination) -> bool:
+        """Whether the placer may still give the room to this attempt."""
+        opened = room.opened
+        placed = opened.decode is not None and opened.retain_s is not None
+        return placed and message.transfer.attempt > opened.attempt
 
     def _await_word(self, room: Room, peer: LeaderId, message: Destination) -> None:
         """A destination of a later attempt waits until the placer says that the room is for it."""
@@ -784,58 +760,6 @@ class Rooms:
         self._turn.emit(Send(peer, Failed(transfer, error)))
         self._turn.emit(Send(peer, Gone(transfer)))
 
-    def _contest(self, room: Room, waiting: Parked[Destination]) -> None:
-        """A destination for a room that has a live binding, or one in doubt."""
-        message, live = waiting.message, room.machine.transfer if room.machine is not None else room.doubt
-        transfer = message.transfer
-        known = transfer in room.parked
-        said = live is not None and message.replaces == live.attempt
-        allowed = live is not None and said and self._may_replace(room, live, waiting)
-        if not known:
-            # One waits at a time; one without the placer's word makes room for one that may replace. An
-            # attempt that follows another one waits for words of its own.
-            others = [p for p in room.parked.values() if live and p.message.replaces == live.attempt]
-            blocked = room.doubt is not None or not allowed
-            if not said and self._follows(room, live, message):
-                self._await_word(room, waiting.peer, message)
-                return
-            if not said or (others and blocked):
-                text = f"attempt {live.attempt if live else 0} of decode has room {room.key.room}"
-                self._refuse(waiting.peer, transfer, TransferFailed(text).info)
-                return
-            if self._accepted(room, waiting.peer, message) is None:
-                return  # its fault ends no other attempt
-            for other in others:
-                self._unpark(room.parked, other.message.transfer)
-                error = TransferFailed("another attempt replaces the one before").info
-                self._refuse(other.peer, other.message.transfer, error)
-            if not self._has_place(waiting.peer, message):
-                return
-            self._keep(room.parked, waiting)
-        if live is None or room.doubt is not None or not allowed:
-            return  # it waits for the answer, or for the placer's word
-        text = "another attempt replaces this one"
-        error = self._tombstones.record(TransferFailed(text).info, room.key.room, live.decode)
-        if room.machine is not None and room.machine.in_doubt:
-            room.doubt = live
-            self._turn.emit(Send(live.decode, Failed(live, error)))
-        elif room.machine is not None:
-            self._host.tell(room.machine, AbortTransfer(live, error))
-
-    @staticmethod
-    def _follows(room: Room, live: TransferId | None, message: Destination) -> bool:
-        """Whether `message` comes after an attempt that has replaced `live`, as the placer may still say."""
-        placed = room.opened.decode is not None and room.opened.retain_s is not None
-        return (
-            placed and live is not None and message.replaces is not None and message.replaces > live.attempt
-        )
-
-    @staticmethod
-    def _may_replace(room: Room, live: TransferId, waiting: Parked[Destination]) -> bool:
-        """Whether the same decode leader, or the placer, says that `waiting` replaces `live`."""
-        permit = (live.attempt, waiting.message.transfer.attempt, waiting.peer)
-        return waiting.peer == live.decode or permit in room.permits
-
     def _bind_waiting(self, room: Room) -> None:
         for waiting in self._take(room.parked):
             rest_s = waiting.until - self._turn.now
@@ -849,8 +773,8 @@ class Rooms:
 
     def on_phase(self, room: Room, effect: HandoffPhase) -> None:
         """The room's machine has entered a phase."""
-        if room.machine is None or effect.transfer != room.machine.transfer:
-            return  # a replaced attempt
+        if room.machine is None:
+            return  # the room has ended
         match effect.phase:
             case KVPoll.SUCCESS:
                 self._committed(room, effect)
@@ -863,8 +787,8 @@ class Rooms:
                 pass
 
     def _committed(self, room: Room, effect: HandoffPhase) -> None:
-        """Decode has the whole KV: attempts that wait to replace it get `Gone`."""
-        room.machine, room.doubt, room.success = None, None, effect
+        """Decode has the whole KV: later attempts that wait get `Gone`."""
+        room.machine, room.success = None, effect
         self._refuse_waiting(room, self._taken_before(room))
         if room.opened.retain_s and not room.ending:
             room.state = _S.EXPECTED
@@ -876,19 +800,19 @@ class Rooms:
         room.machine, room.error = None, error
         room.failed_bindings += 1
         over = self._turn.now >= room.until or error.code in _DOUBTFUL
+        # KV that will never be complete is of no use to a later attempt either.
+        waited = [ready for _, ready in room.spans] + [room.partial.ready if room.partial else None]
+        over = over or any(ready is not None and ready.error is not None for ready in waited)
         spent = room.failed_bindings >= self._limits.max_bindings
-        replaced = any(self._may_replace(room, transfer, waiting) for waiting in room.parked.values())
         retained = room.opened.retain_s is not None
         over = over or (retained and room.opened.decode is not None and not error.retryable)
-        awaited = replaced or self._answer_awaited(room)
-        if room.ending or over or spent or not (retained or awaited):
+        if room.ending or over or spent or not retained:
             self._close(room, error, tell=False)
             return
         room.state, room.failed, room.unbound_at = _S.EXPECTED, transfer, self._turn.now
         if room.opened.attempt > transfer.attempt:
             room.failed = None  # the placer takes nothing of it
-        if room.doubt is None:
-            self._bind_waiting(room)
+        self._bind_waiting(room)
 
     @staticmethod
     def _is_final(room: Room, error: ErrorInfo) -> bool:
@@ -913,12 +837,7 @@ class Rooms:
             if (room := self.rooms.get(transfer.sent_as)) is not None:  # else one before it has closed it
                 self._void(room, transfer, error)
         for room in list(self.rooms.values()):
-            if room.doubt is not None:
-                if room.doubt.decode == event.peer and event.dead:
-                    room.doubt = None
-                    if room.machine is None:
-                        self._bind_waiting(room)
-            elif (
+            if (
                 room.state is _S.EXPECTED
                 and room.opened.decode == event.peer
                 and self._is_final(room, event.error)
@@ -947,7 +866,7 @@ class Rooms:
     def _close(self, room: Room, error: ErrorInfo | None, *, tell: bool = True) -> None:
         """The room's one end: SUCCESS if decode has committed, else FAILED with `error`. With `tell` the
         decode leader that it was placed for learns of the failure."""
-        room.state, room.machine, room.doubt = _S.CLOSED, None, None
+        room.state, room.machine = _S.CLOSED, None
         self.open -= 1
         success = room.success
         room.error = None if success is not None else error
@@ -963,7 +882,6 @@ class Rooms:
             self._tell_placed(room, opened.decode, error)
         self._refuse_waiting(room, error or self._over(room))
         room.spans, room.pages, room.partial, room.metadata = [], (), None, None
-        room.permits.clear()
         if not room.holding:
             self._release(room)
 
@@ -1059,6 +977,6 @@ class Rooms:
         _S.UNKNOWN: _EARLY,
         _S.PARKED: _EARLY,
         _S.EXPECTED: _EARLY,
-        _S.BOUND: {**_EARLY, Declined: _repeated},
+        _S.BOUND: {**_EARLY, Declined: _declined_bound},
         _S.CLOSED: {Destination: _destination_of, Declined: _repeated},
     }

@@ -147,11 +147,6 @@ class SenderMachine(Machine):
         self.send(Accepted(self.transfer))
 
     @property
-    def in_doubt(self) -> bool:
-        """Everything has landed and was announced: decode may have committed already."""
-        return self._all_sent and not self.phase.terminal
-
-    @property
     def _all_sent(self) -> bool:
         done = self._next_token == self.prompt_tokens and not any(self._queues.values())
         return done and self._metadata_sent

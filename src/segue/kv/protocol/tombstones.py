@@ -15,6 +15,8 @@ from segue.kv.protocol.timers import DeadlineEntry, Deadlines
 
 #: Messages about something unknown that get no answer, so that two sides never ping-pong.
 _UNANSWERED = frozenset({Gone, Drained, Committed, Declined})
+#: The part of the table that is kept for leaders that no registry lists.
+_STRANGERS = 1 / 8
 
 
 @dataclass(slots=True)
@@ -122,8 +124,9 @@ class Tombstones:
     def _add(self, transfer: TransferId, tombstone: Tombstone, until: float, *, met: bool = False) -> None:
         """Leave a tombstone until the transfer's deadline, and long enough that what is still under way
         meets it. When there are too many, the oldest goes of the peer that has most: one peer's words cannot
-        displace the tombstones of the others. Leaders that are unknown and were not `met` count as one peer:
-        clients can make up any number."""
+        displace the tombstones of the others. Clients can make up any number of leaders: those that are
+        unknown and were not `met` have `_STRANGERS` of the table together. They may use what is free of the
+        rest, and go first when it is needed."""
         until = max(until, self._turn.now + self._local.limits.peer_silence_s)
         self._deadlines.cancel(tombstone.timer)
         tombstone.timer = DeadlineEntry(until, lambda _: self._expired(transfer))
@@ -134,8 +137,10 @@ class Tombstones:
         self.ended[transfer] = tombstone
         self._of.setdefault(tombstone.share, {})[transfer] = None
         if len(self.ended) > self._local.limits.max_transfers:
-            most = max(self._of, key=lambda share: len(self._of[share]))
-            self._expired(next(iter(self._of[most])))
+            strangers, known = self._of.get(None, {}), [share for share in self._of if share is not None]
+            if len(strangers) <= self._local.limits.max_transfers * _STRANGERS:
+                strangers = self._of[max(known, key=lambda share: len(self._of[share]))]
+            self._expired(next(iter(strangers)))
 
     def _peer_of(self, transfer: TransferId) -> LeaderId:
         return transfer.decode if self._local.role is Role.PREFILL else transfer.prefill

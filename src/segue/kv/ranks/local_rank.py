@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Protocol
 
 import msgspec
@@ -19,7 +18,6 @@ import msgspec
 from segue.kv.config import KVConfig, LeaderRuntime
 from segue.kv.errors import (
     DECODE_ERRORS,
-    BootstrapTimeout,
     ErrorInfo,
     Internal,
     OutOfCapacity,
@@ -31,7 +29,6 @@ from segue.kv.io import Io
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.content import whole_pages
 from segue.kv.layout.spec import PoolSpec
-from segue.kv.path_figures import PathFigures
 from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
 from segue.kv.ranks.checksums import Digester, checksum_kinds
 from segue.kv.ready import ReadyEvent
@@ -42,18 +39,16 @@ from segue.kv.transport.base import (
     Transport,
     TransportEvent,
     WriteFailed,
-    Written,
 )
 from segue.kv.transport.memory.pool_memory import Memory
 from segue.kv.transport.options import TransportOptions
-from segue.kv.transport.paths import fenced
-from segue.kv.transport.probe import Measurement, PageShape, Scratch, page_writes
+from segue.kv.transport.write_book import fenced
 
 #: After a fence that a transport did not take, before it is asked again.
 FENCE_AGAIN_S = 1.0
 #: Writes and checksums of one hand-off that wait until their KV is ready.
 MAX_HELD = 65536
-#: For the libraries of transports that are to be measured, before anybody is met.
+#: For the libraries of transports, before anybody is met.
 LOAD_S = 10.0
 
 
@@ -100,11 +95,6 @@ class Rank(Protocol):
         ...
 
     @property
-    def scratch(self) -> Scratch | None:
-        """Memory for probes, if the rank has any."""
-        ...
-
-    @property
     def checksums(self) -> Sequence[str]:
         """The kinds of checksums (`ChecksumKind`) that it computes of its memory."""
         ...
@@ -115,18 +105,6 @@ class Rank(Protocol):
 
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
         """Open the path to a peer's rank (see `Transport.connect`)."""
-        ...
-
-    async def admit(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
-        """Let a peer's rank write into our scratch, over each of the transports. Fence the admitted peer,
-        also if this raises."""
-        ...
-
-    async def measure(
-        self, transport: str, peer: RankId, epoch: int, theirs: Scratch, shape: PageShape, timeout_s: float
-    ) -> PathFigures:
-        """Write from our scratch into `theirs` over an open path, in pages of this shape. Raises the error of
-        a write, or BootstrapTimeout. A measurement that raises leaves at most one write behind."""
         ...
 
     def write(
@@ -177,8 +155,7 @@ class LocalRank:
     """A rank whose pool lies in this process.
 
     `transports` makes each transport that is offered, by its name, from a sink for events; `digester` what
-    hashes, from the memory and a sink for answers. Blocking calls run in `threads`. Behind the pool are
-    `scratch_bytes` of scratch.
+    hashes, from the memory and a sink for answers. Blocking calls run in `threads`.
     """
 
     def __init__(
@@ -189,20 +166,14 @@ class LocalRank:
         transports: Mapping[str, Callable[[EventSink], Transport]],
         digester: Callable[[Memory, Callable[[ChecksumReady], None]], Digester],
         threads: Executor,
-        scratch_bytes: int = 0,
     ) -> None:
-        memory.check_pool(spec, scratch_bytes)
+        memory.check_pool(spec)
         self.spec: PoolSpec = spec
         self.checksums: Sequence[str] = checksum_kinds(memory)
-        self.scratch = Scratch(memory.nbytes - scratch_bytes, scratch_bytes) if scratch_bytes else None
         self._index = index
         self._owner: RankOwner | None = None
         self._io: Io | None = None
         self._threads = threads
-        #: the writes that measure a path, and who waits for the end of each; no two have the same tag, for a
-        #: path may be measured again while a write of the first time is still under way
-        self._measuring: dict[tuple[str, RankId, int, int], asyncio.Future[Written | WriteFailed]] = {}
-        self._tags = count(1)
         #: by epoch: writes that wait until their KV is ready
         self._held: dict[int, dict[ReadyEvent, list[_HeldWrite | ComputeChecksum]]] = {}
         self._closed = False
@@ -214,7 +185,7 @@ class LocalRank:
                 name: msgspec.msgpack.encode(transport.register(memory))
                 for name, transport in self._by_name.items()
             }
-            if scratch_bytes:  # a probe measures paths, and not how long a library takes to load
+            if len(self._by_name) > 1:  # a library that still loads must not look like one that fails
                 for transport in self._by_name.values():
                     transport.loaded(LOAD_S)
         except BaseException:
@@ -237,48 +208,6 @@ class LocalRank:
             raise TransferFailed(f"unreadable endpoint: {exc}") from exc
         connect = self._by_name[transport].connect
         await asyncio.get_running_loop().run_in_executor(self._threads, connect, peer, known, timeout_s)
-
-    async def admit(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
-        """See `Rank.admit`."""
-        self.admit_now(transports, peer, epoch)
-
-    def admit_now(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
-        """Like `admit`, but complete on return: a fence of the epoch may follow at once."""
-        scratch = self._scratch()
-        for name in transports:
-            self._by_name[name].grant(peer, epoch, scratch.area)
-
-    async def measure(
-        self, transport: str, peer: RankId, epoch: int, theirs: Scratch, shape: PageShape, timeout_s: float
-    ) -> PathFigures:
-        """See `Rank.measure`."""
-        measured = Measurement(page_writes(self._scratch(), theirs, shape))
-        try:
-            async with asyncio.timeout(timeout_s):
-                while measured.figures is None:
-                    measured.took(await self._seconds(transport, peer, epoch, measured.write))
-            return measured.figures
-        except TimeoutError:
-            raise BootstrapTimeout(f"{transport} to {peer} was not measured in {timeout_s:g} s") from None
-
-    async def _seconds(self, transport: str, peer: RankId, epoch: int, blocks: Sequence[CopyBlock]) -> float:
-        """How long one write took to land. Raises its error."""
-        tag = next(self._tags)
-        ended = asyncio.get_running_loop().create_future()
-        self._measuring[transport, peer, epoch, tag] = ended
-        try:
-            self.write(transport, peer, epoch, tag, blocks)
-            event: Written | WriteFailed = await ended
-        finally:
-            del self._measuring[transport, peer, epoch, tag]
-        if isinstance(event, WriteFailed):
-            raise event.error
-        return event.seconds
-
-    def _scratch(self) -> Scratch:
-        if self.scratch is None:
-            raise Internal("this rank has no scratch")
-        return self.scratch
 
     def write(
         self,
@@ -390,11 +319,6 @@ class LocalRank:
             transport.close()
 
     def _moved(self, name: str, event: TransportEvent) -> None:
-        if isinstance(event, Written | WriteFailed):
-            ended = self._measuring.get((name, event.peer, event.epoch, event.tag))
-            if ended is not None and self._io is not None:
-                self._io.post(_tell, ended, event)
-                return
         if self._owner is not None:
             self._owner.moved(self._index, name, event)
 
@@ -405,11 +329,6 @@ class LocalRank:
 
 def _no_checksum(effect: ComputeChecksum, error: SegueError) -> ChecksumReady:
     return ChecksumReady(effect.transfer, effect.rank, effect.tag, 0, error.info)
-
-
-def _tell(ended: asyncio.Future[Written | WriteFailed], event: Written | WriteFailed) -> None:
-    if not ended.done():  # nobody waits any more
-        ended.set_result(event)
 
 
 def local_rank(config: KVConfig, memory: Memory, runtime: LeaderRuntime, index: int = 0) -> LocalRank:
@@ -437,5 +356,4 @@ def local_rank(config: KVConfig, memory: Memory, runtime: LeaderRuntime, index: 
         {name: transport(name) for name in runtime.transports.for_memory(config.transports, memory)},
         lambda memory, answer: runtime.digester(memory, answer, config.limits.max_transfers),
         runtime.connecting("segue-connect"),
-        config.scratch_bytes,
     )

@@ -43,10 +43,6 @@ class Ranks:
             for name in ranks[0].endpoints
             if all(name in rank.endpoints for rank in ranks)
         }
-        #: Where each rank keeps nothing, if all have such a place.
-        self.scratch = [(s.offset, s.nbytes) for rank in ranks if (s := rank.scratch) is not None]
-        if len(self.scratch) < len(ranks):
-            self.scratch = []
         #: The kinds of checksums that all ranks compute.
         self.checksums = tuple(str(kind) for kind in ChecksumKind if all(kind in r.checksums for r in ranks))
         # Outlives the session: a fence may come after it. Bounded: see `choose`.
@@ -109,13 +105,6 @@ class Ranks:
         whose = peer if self._sending else self._me
         key = (whose, self._routes[peer].transport)
         await self._alone(key, partial(self._connect, peer, info, timeout_s))
-
-    async def try_path(
-        self, writer: int, reader: RankId, name: str, endpoint: bytes, timeout_s: float
-    ) -> None:
-        """Open one path to a rank of a peer, over a transport that may be chosen. As `connect`."""
-        connect = self._ranks[writer].connect
-        await self._alone((reader.leader, name), partial(connect, name, reader, endpoint, timeout_s))
 
     async def _alone(self, key: tuple[LeaderId, str], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while (earlier := self._connecting.get(key)) is not None:

@@ -1,8 +1,9 @@
 """Messages about hand-offs between a leader and the process of one of its ranks, over a `RankLink`.
 
 The rank speaks first: `ReadyAnswer`. To a `…Command` it says the `…Answer` of the same name, to a
-`WriteCommand` or a `FenceCommand` a `MovedAnswer`, to those of which `Rank` has coroutines `DoneAnswer`. To a
-`SignalledAnswer` the leader says `ForgetCommand`.
+`WriteCommand` or a `FenceCommand` a `MovedAnswer`, to `ComputeChecksum` (`Rank.checksum`) a `ChecksumReady`
+(`RankOwner.hashed`), to those of which `Rank` has coroutines `DoneAnswer`. To a `SignalledAnswer` the leader
+says `ForgetCommand`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,17 @@ from segue.kv.errors import ErrorInfo
 from segue.kv.ids import ChecksumKind, RankId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.layout.spec import PoolSpec
-from segue.kv.path_figures import PathFigures
 from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
+from segue.kv.ready import ReadyEvent
 from segue.kv.transport.base import TransportEvent
-from segue.kv.transport.probe import PageShape, Scratch
 
 
 class ReadyAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The rank's pool and how peers reach it: an encoded `Endpoint` for each transport's name; where its
-    scratch is, if it has any; and the kinds of checksums that it computes."""
+    """The rank's pool and how peers reach it: an encoded `Endpoint` for each transport's name; and the
+    kinds of checksums that it computes."""
 
     spec: PoolSpec
     endpoints: dict[str, bytes]
-    scratch: Scratch | None = None
     checksums: tuple[str, ...] = (ChecksumKind.XXH3,)
 
 
@@ -41,44 +40,22 @@ class ConnectCommand(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-class AdmitCommand(msgspec.Struct, frozen=True, tag=True):
-    """`Rank.admit`."""
-
-    number: int
-    transports: list[str]
-    peer: RankId
-    epoch: int
-
-
-class MeasureCommand(msgspec.Struct, frozen=True, tag=True):
-    """`Rank.measure`."""
-
-    number: int
-    transport: str
-    peer: RankId
-    epoch: int
-    scratch: Scratch
-    shape: PageShape
-    timeout_s: float
-
-
 class DoneAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The command of this number was done, or failed with `error`; `figures` if something was measured."""
+    """The command of this number was done, or failed with `error`."""
 
     number: int
-    figures: PathFigures | None = None
     error: ErrorInfo | None = None
 
 
 class WriteCommand(msgspec.Struct, frozen=True, tag=True):
-    """`Rank.write`; `number` is its tag, `ready` the number of the moment that it waits for."""
+    """`Rank.write`; `number` is its tag."""
 
     transport: str
     peer: RankId
     epoch: int
     number: int
     blocks: list[CopyBlock]
-    ready: int | None = None
+    ready: ReadyEvent | None = None
 
 
 class GrantCommand(msgspec.Struct, frozen=True, tag=True):
@@ -114,19 +91,6 @@ class MovedAnswer(msgspec.Struct, frozen=True, tag=True):
     event: TransportEvent
 
 
-class ChecksumCommand(msgspec.Struct, frozen=True, tag=True):
-    """`Rank.checksum` of `effect`, at the moment with the number `ready`."""
-
-    effect: ComputeChecksum
-    ready: int | None = None
-
-
-class ChecksumAnswer(msgspec.Struct, frozen=True, tag=True):
-    """`RankOwner.hashed`."""
-
-    answer: ChecksumReady
-
-
 class SignalledAnswer(msgspec.Struct, frozen=True, tag=True):
     """The moment `ready` has come at this rank, or never will."""
 
@@ -146,19 +110,8 @@ class FailedAnswer(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-Command = (
-    ConnectCommand
-    | AdmitCommand
-    | MeasureCommand
-    | WriteCommand
-    | GrantCommand
-    | FenceCommand
-    | ChecksumCommand
-    | ForgetCommand
-)
-Answer = (
-    ReadyAnswer | DoneAnswer | MovedAnswer | GrantAnswer | ChecksumAnswer | SignalledAnswer | FailedAnswer
-)
+Command = ConnectCommand | WriteCommand | GrantCommand | FenceCommand | ComputeChecksum | ForgetCommand
+Answer = ReadyAnswer | DoneAnswer | MovedAnswer | GrantAnswer | ChecksumReady | SignalledAnswer | FailedAnswer
 HandOff = Command | Answer
 #: Messages that a link delivers by itself.
 HAND_OFF = frozenset(get_args(HandOff))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 from segue.kv.errors import ErrorInfo, Internal, SegueError, TransferFailed
 from segue.kv.ids import RankId
-from segue.kv.path_figures import PathFigures
-from segue.kv.protocol.events import ChecksumReady
+from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks.local_rank import FENCE_AGAIN_S, LocalRank
 from segue.kv.ranks.rank_link import RankLink
@@ -46,6 +45,8 @@ class RankWorker:
         #: for here, until the leader knows
         self._moments: WeakValueDictionary[int, ReadyEvent] = WeakValueDictionary()
         self._signalled: dict[int, ReadyEvent] = {}
+        # Nothing of this worker: the link may stay open, and would keep the pool.
+        self._moment = link.ready_event = partial(_moment, self._moments, self._waits)
 
     def start(self) -> None:
         """Tell the leader what this rank has, and serve. Raises TimeoutError after `limits.connect_s`."""
@@ -55,7 +56,7 @@ class RankWorker:
         self._link.attach(self._asked, self._ended)
         await self._rank.start(self, self._link.io)
         rank = self._rank
-        self._say(wire.ReadyAnswer(rank.spec, dict(rank.endpoints), rank.scratch, tuple(rank.checksums)))
+        self._say(wire.ReadyAnswer(rank.spec, dict(rank.endpoints), tuple(rank.checksums)))
 
     def signal(self, number: int, wait: Callable[[], object] | None = None) -> None:
         """The KV of the chunks that the leader sends at the moment `number` (`ReadyEvent.number`) is complete
@@ -68,16 +69,12 @@ class RankWorker:
             return
         ready = self._signalled[number] = self._moment(number)
         ready.then(lambda: self._link.io.post(self._told_leader, ready))
-        try:
-            ready.signal(wait)
-        except SegueError as error:
-            ready.end(error)
+        ready.signal(wait)
 
-    def _moment(self, number: int) -> ReadyEvent:
-        ready = self._moments.get(number)
-        if ready is None:
-            ready = self._moments[number] = ReadyEvent(number, self._waits)
-        return ready
+    def fail(self, error: SegueError) -> None:
+        """The pool of this rank cannot be relied on any more: its leader ends all hand-offs. From any
+        thread."""
+        self._link.io.post(self._broken, error)
 
     def _told_leader(self, ready: ReadyEvent) -> None:
         self._say(wire.SignalledAnswer(ready.number, None if ready.error is None else ready.error.info))
@@ -105,54 +102,42 @@ class RankWorker:
         match command:
             case wire.ConnectCommand(number, transport, peer, endpoint, timeout_s):
                 connecting = self._rank.connect(transport, peer, endpoint, timeout_s)
-                self._answer(number, connecting, f"connecting to {peer}")
-            case wire.AdmitCommand(number, transports, peer, epoch):
-                self._rank.admit_now(transports, peer, epoch)
-                self._say(wire.DoneAnswer(number))
-            case wire.MeasureCommand(number, transport, peer, epoch, scratch, shape, timeout_s):
-                measuring = self._rank.measure(transport, peer, epoch, scratch, shape, timeout_s)
-                self._answer(number, measuring, f"measuring {peer}")
+                what = f"connecting to {peer}"
+                background(self._answer(number, connecting, what), name=what, failed=self._broken)
             case wire.WriteCommand(transport, peer, epoch, number, blocks, ready):
-                moment = None if ready is None else self._moment(ready)
-                self._rank.write(transport, peer, epoch, number, blocks, moment)
+                self._rank.write(transport, peer, epoch, number, blocks, ready)
             case wire.GrantCommand(transport, peer, epoch, pages, slot):
                 self._rank.grant(transport, peer, epoch, pages, slot)
                 self._say(wire.GrantAnswer(peer, epoch))
             case wire.FenceCommand(transport, peer, epoch):
                 self._rank.fence(transport, peer, epoch)
-            case wire.ChecksumCommand(effect, ready):
-                moment = None if ready is None else self._moment(ready)
-                self._rank.checksum(replace(effect, ready=moment))
+            case ComputeChecksum():
+                self._rank.checksum(command)
             case wire.ForgetCommand(number):
                 self._signalled.pop(number, None)
             case _:
                 raise TransferFailed(f"{type(command).__name__} is not for a rank")
 
-    def _answer(self, number: int, work: Coroutine[Any, Any, PathFigures | None], what: str) -> None:
-        """Do what takes its time, and say what came of it."""
-
-        async def answered() -> None:
-            figures = error = None
-            try:
-                figures = await work
-            except Exception as exc:
-                error = typed(exc, what).info
-            self._say(wire.DoneAnswer(number, figures, error))
-
-        background(answered(), name=what, failed=self._broken)
+    async def _answer(self, number: int, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Answer the command `number` once `work` has ended."""
+        error = None
+        try:
+            await work
+        except Exception as exc:
+            error = typed(exc, what).info
+        self._say(wire.DoneAnswer(number, error))
 
     def _refuse(self, command: wire.Command, error: SegueError) -> None:
         """The command failed, and its hand-off ends; a fence is repeated until it succeeds."""
         match command:
             case wire.WriteCommand(transport, peer, epoch, number):
                 self._say(wire.MovedAnswer(transport, WriteFailed(peer, epoch, number, error)))
-            case wire.ChecksumCommand(effect):
-                answer = ChecksumReady(effect.transfer, effect.rank, effect.tag, 0, error.info)
-                self._say(wire.ChecksumAnswer(answer))
+            case ComputeChecksum(transfer, rank, tag):
+                self._say(ChecksumReady(transfer, rank, tag, 0, error.info))
             case wire.GrantCommand(_, peer, epoch):
                 self._say(wire.GrantAnswer(peer, epoch, error.info))
-            case wire.ConnectCommand(number) | wire.AdmitCommand(number) | wire.MeasureCommand(number):
-                self._say(wire.DoneAnswer(number, None, error.info))
+            case wire.ConnectCommand(number):
+                self._say(wire.DoneAnswer(number, error.info))
             case wire.FenceCommand():
                 self._link.io.loop.call_later(FENCE_AGAIN_S, self._asked, command)
             case _:
@@ -177,7 +162,7 @@ class RankWorker:
 
     def hashed(self, answer: ChecksumReady) -> None:
         """See `RankOwner.hashed`."""
-        self._link.io.post(self._say, wire.ChecksumAnswer(answer))
+        self._link.io.post(self._say, answer)
 
     def signalled(self, rank: int, number: int, error: ErrorInfo | None) -> None:
         """See `RankOwner.signalled`; a rank of this process has no process of its own."""
@@ -190,3 +175,10 @@ class RankWorker:
     def _say(self, answer: wire.Answer) -> None:
         if not self._closed:  # or it would be taken for one of the rank that begins next
             self._link.send(answer)
+
+
+def _moment(moments: WeakValueDictionary[int, ReadyEvent], waits: Waits, number: int) -> ReadyEvent:
+    ready = moments.get(number)
+    if ready is None:
+        ready = moments[number] = ReadyEvent(number, waits)
+    return ready

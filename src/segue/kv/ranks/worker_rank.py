@@ -11,27 +11,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from segue.kv.errors import (
     BootstrapTimeout,
     ErrorInfo,
-    Internal,
     SegueError,
     TransferFailed,
 )
 from segue.kv.ids import RankId
 from segue.kv.io import Io
 from segue.kv.layout.blocks import CopyBlock
-from segue.kv.path_figures import PathFigures
 from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
 from segue.kv.ranks import rank_wire as wire
 from segue.kv.ranks.local_rank import RankOwner
 from segue.kv.ranks.rank_link import RankLink
 from segue.kv.ready import ReadyEvent
 from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed
-from segue.kv.transport.probe import PageShape, Scratch
 
 
 class WorkerRank:
@@ -46,7 +44,6 @@ class WorkerRank:
         ready = link.ready()
         self.spec = ready.spec
         self.endpoints = ready.endpoints
-        self.scratch = ready.scratch
         self.checksums = ready.checksums
         self._index = index
         self._link = link
@@ -56,7 +53,7 @@ class WorkerRank:
         self._over = False
         self._send: Callable[[wire.Command], None] = link.post
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[PathFigures | None]] = {}
+        self._asked: dict[int, asyncio.Future[None]] = {}
         self._writes: set[tuple[str, RankId, int, int]] = set()
         self._fences: dict[tuple[str, RankId, int], None] = {}
         self._checksums: dict[tuple[object, int], ComputeChecksum] = {}
@@ -80,32 +77,15 @@ class WorkerRank:
         number = next(self._numbers)
         await self._ask(number, wire.ConnectCommand(number, transport, peer, endpoint, timeout_s), timeout_s)
 
-    async def admit(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
-        """See `Rank.admit`."""
-        number = next(self._numbers)
-        await self._ask(number, wire.AdmitCommand(number, list(transports), peer, epoch), 0.0)
-
-    async def measure(
-        self, transport: str, peer: RankId, epoch: int, theirs: Scratch, shape: PageShape, timeout_s: float
-    ) -> PathFigures:
-        """See `Rank.measure`."""
-        number = next(self._numbers)
-        command = wire.MeasureCommand(number, transport, peer, epoch, theirs, shape, timeout_s)
-        figures = await self._ask(number, command, timeout_s)
-        if figures is None:
-            raise Internal(f"{self._link.name} has measured nothing and says not why")
-        return figures
-
-    async def _ask(self, number: int, command: wire.Command, timeout_s: float) -> PathFigures | None:
+    async def _ask(self, number: int, command: wire.Command, timeout_s: float) -> None:
         """Ask what the worker answers within `timeout_s`; one that does not is waited for a little longer."""
         if self._error is not None:
             raise self._error
-        answer: asyncio.Future[PathFigures | None]
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(command)
             async with asyncio.timeout(timeout_s + self._link.limits.peer_silence_s):
-                return await answer
+                await answer
         except TimeoutError:
             raise BootstrapTimeout(
                 f"{self._link.name} has not answered {type(command).__name__} in time"
@@ -153,12 +133,12 @@ class WorkerRank:
         error = self._error or (None if ready is None else ready.error)
         if error is not None:
             raise error
-        self._send(wire.ChecksumCommand(replace(effect, ready=None), self._unsignalled(ready)))
+        self._send(replace(effect, ready=self._unsignalled(ready)))
         self._checksums[effect.transfer, effect.tag] = effect
 
-    def _unsignalled(self, ready: ReadyEvent | None) -> int | None:
-        """The number of a moment that the worker has not said to have come: it forgets those that it has."""
-        return None if ready is None or self._index in ready.signalled_at else ready.number
+    def _unsignalled(self, ready: ReadyEvent | None) -> ReadyEvent | None:
+        """A moment that the worker has not said to have come: it forgets those that it has."""
+        return None if ready is None or self._index in ready.signalled_at else ready
 
     def close(self) -> None:
         """Ask nothing any more, and end the link if it carries nothing else. Idempotent."""
@@ -178,11 +158,11 @@ class WorkerRank:
             case wire.GrantAnswer(peer, epoch, error):
                 if self._owner is not None:
                     self._owner.granted(self._index, peer, epoch, error)
-            case wire.ChecksumAnswer(ready):
-                self._checksums.pop((ready.transfer, ready.tag), None)
-                self._hashed(ready)
-            case wire.DoneAnswer(number, figures, error):
-                self._told(number, figures, error)
+            case ChecksumReady(transfer, _, tag):
+                self._checksums.pop((transfer, tag), None)
+                self._hashed(answer)
+            case wire.DoneAnswer(number, error):
+                self._told(number, error)
             case wire.SignalledAnswer(number, error):
                 if self._owner is not None and self._io is not None:
                     self._owner.signalled(self._index, number, error)
@@ -193,12 +173,12 @@ class WorkerRank:
             case _:
                 self._give_up(TransferFailed(f"{type(answer).__name__} is no answer of a rank"))
 
-    def _told(self, number: int, figures: PathFigures | None, error: ErrorInfo | None) -> None:
+    def _told(self, number: int, error: ErrorInfo | None) -> None:
         waiting = self._asked.get(number)
         if waiting is None or waiting.done():
             return
         if error is None:
-            waiting.set_result(figures)
+            waiting.set_result(None)
         else:
             waiting.set_exception(error.exception())
 
@@ -219,7 +199,7 @@ class WorkerRank:
             return
         self._error = reason
         for number in list(self._asked):
-            self._told(number, None, reason.info)
+            self._told(number, reason.info)
         writes, self._writes = self._writes, set()
         for transport, peer, epoch, tag in sorted(writes):
             self._moved(transport, WriteFailed(peer, epoch, tag, reason))

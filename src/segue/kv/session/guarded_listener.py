@@ -9,7 +9,6 @@ import asyncio
 import errno
 import itertools
 import logging
-import math
 import socket
 import ssl
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from segue.kv.errors import (
     SegueError,
     Unauthorized,
 )
-from segue.kv.pending import MAX_PENDING, PendingConnections
+from segue.kv.pending import MAX_PENDING, PendingConnections, Refusals
 from segue.kv.session import tls
 from segue.kv.session.tasks import awaited, keep_running
 
@@ -31,10 +30,6 @@ log = logging.getLogger(__name__)
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: Nothing tells when the system has descriptors again, so this one wait is blind.
 PAUSE_S: Final = 0.1
-#: Time between two log lines of refused connections: more could fill a disk.
-REFUSED_S: Final = 60.0
-#: Reasons that are told apart.
-MAX_REASONS: Final = 16
 #: Connections that are accepted before those that are there have their turn: a flood must not keep heads that
 #: have arrived from being read, nor streams from going on.
 AT_ONCE: Final = 16
@@ -59,7 +54,7 @@ class GuardedListener:
     - A connection is *pending* from the first byte until `authenticated` or `closed`; `PendingConnections`
       bounds how many there are.
     - A pending connection that sends nothing for `handshake_s` seconds is closed; there are at most
-      `max_pending` of them.
+      `max_pending` of them, `per_host` (default: half) from one address.
     - With `server_tls` only TLS is accepted. The first byte tells TLS from plain, so that a peer of the wrong
       kind is told why it is refused.
     - `tls_hint` tells a peer without TLS what to do.
@@ -75,20 +70,20 @@ class GuardedListener:
         handshake_s: float,
         count: Callable[[str], None],
         max_pending: int = MAX_PENDING,
+        per_host: int | None = None,
         make_room: Callable[[], object] = lambda: None,
         tls_hint: str = tls.GIVE_BOTH,
     ) -> None:
         self._make = make
         self._tls = server_tls
         self._handshake_s = handshake_s
-        self.pending: PendingConnections[Any] = PendingConnections(max_pending)
+        self.pending: PendingConnections[Any] = PendingConnections(max_pending, per_host)
         self._count = count
         self._make_room = make_room
         self._tls_hint = tls_hint
         self._admissions: dict[Any, tuple[asyncio.Task[Any], socket.socket]] = {}
         self._accepting: asyncio.Task[None] | None = None
-        #: by reason: when a refused connection was logged last, and how many were not since
-        self._refused: dict[str, tuple[float, int]] = {}
+        self._refusals = Refusals()
 
     def open(self, listener: socket.socket) -> None:
         """Begin to accept on a listening, non-blocking socket, which stays the caller's."""
@@ -107,22 +102,18 @@ class GuardedListener:
     def connection_from(self, host: str) -> Any:
         """The protocol of one more connection, from `host`; another pending one may be closed for it."""
         protocol = self._make()
-        self._drop(self.pending.add(protocol, host))
+        self.waits(protocol, host)
         return protocol
 
+    def waits(self, protocol: PendingProtocol, host: str) -> None:
+        """It is pending from now on, also after it was authenticated; another one may be closed for it."""
+        self._drop(self.pending.add(protocol, host))
+
     def log_refused(self, where: str, reason: str) -> None:
-        """Log a connection that was refused: for each reason one line a minute, which counts those that had
-        none."""
+        """Log a connection that was refused, as `Refusals` has it."""
         now = asyncio.get_running_loop().time()
-        logged_at, unsaid = self._refused.get(reason, (-math.inf, 0))
-        if now - logged_at < REFUSED_S:
-            self._refused[reason] = logged_at, unsaid + 1
-            return
-        if len(self._refused) >= MAX_REASONS:
-            self._refused.clear()
-        self._refused[reason] = now, 0
-        more = f"; {unsaid} more since the last such line" if unsaid else ""
-        log.warning("%s was refused: %s%s", where, reason, more)
+        if line := self._refusals.line(f"{where} was refused: {reason}", reason, now):
+            log.warning("%s", line)
 
     def authenticated(self, protocol: PendingProtocol) -> None:
         """Its peer is authenticated."""

@@ -29,7 +29,7 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import LeaderId, Role
 from segue.kv.limits import Limits
-from segue.kv.pending import MAX_PENDING
+from segue.kv.pending import MAX_PENDING, Refusals
 from segue.kv.session.api import Session, SessionHandler
 from segue.kv.session.connection import Connection, State
 from segue.kv.session.frames import NONCE_BYTES, SESSION_VERSIONS, SessionHello
@@ -118,6 +118,7 @@ class SessionNode:
             count=self.count,
             max_pending=max_half_open,
         )
+        self._strangers = Refusals()
         self._advertise = advertise
         self._advertise_port = advertise_port
         self._listen = ""
@@ -461,11 +462,15 @@ class SessionNode:
             del self._places[connection.place]
 
     def _not_opened(self, connection: Connection) -> None:
-        """Log why a dialling peer has no session. Incompatible peers dial again for ever: the reason of an
-        authenticated one is a warning once, until it changes."""
+        """Log why a dialling peer has no session: of strangers as `Refusals` has it. Incompatible peers dial
+        again for ever: the reason of an authenticated one is a warning once, until it changes."""
         hello, error = connection.handshake.peer, connection.error
         if error is None or error.info.retryable or hello is None or not connection.handshake.authenticated:
-            log.info("no session: %s", error)
+            known = hello is not None and connection.handshake.authenticated
+            reason = str(error) if known else type(error).__name__
+            now = asyncio.get_running_loop().time()
+            if line := self._strangers.line(f"no session: {error}", reason, now):
+                log.info("%s", line)
             return
         if self._refusals.get(hello.leader) != str(error):
             if len(self._refusals) >= self.limits.max_sessions:

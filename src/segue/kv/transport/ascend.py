@@ -17,6 +17,7 @@ the sources do not say: it blocks the thread of its path alone, and holds no loc
 
 from __future__ import annotations
 
+import importlib
 import threading
 from pathlib import Path
 from time import monotonic
@@ -27,8 +28,8 @@ import msgspec
 from segue.kv.errors import DECODE_ERRORS, BootstrapTimeout, ConfigError, PeerRefused, TransferFailed
 from segue.kv.ids import RankId
 from segue.kv.transport.base import Endpoint, EventSink
-from segue.kv.transport.library.library_api import Handle, Library, ReceivingEnd, WritingEnd
-from segue.kv.transport.library.library_modules import Modules, device_number, import_module, missing
+from segue.kv.transport.library.library_api import Handle, Library, ReceivingEnd, UnprovenEnd, WritingEnd
+from segue.kv.transport.library.library_modules import Modules, device_number, missing
 from segue.kv.transport.library.library_transport import LibraryTransport
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 from segue.kv.transport.options import TransportOptions
@@ -58,7 +59,7 @@ class AscendTransport(LibraryTransport):
     page_bytes = PAGE_BYTES
 
     def __init__(
-        self, on_event: EventSink, options: TransportOptions, modules: Modules = import_module
+        self, on_event: EventSink, options: TransportOptions, modules: Modules = importlib.import_module
     ) -> None:
         super().__init__(on_event, options, AscendLibrary(options, modules))
 
@@ -144,7 +145,7 @@ class AscendLibrary(Library):
     def receiving(self, peer: RankId, memory: Memory, greeting: bytes) -> ReceivingEnd:
         """See `Library.receiving`."""
         self.engine("Decode", memory)
-        return AscendReceivingEnd(msgspec.msgpack.encode(AscendBlob(self.session)))
+        return UnprovenEnd(msgspec.msgpack.encode(AscendBlob(self.session)))
 
     def writing(self, peer: RankId, memory: Memory, target: Memory, blob: bytes) -> WritingEnd:
         """See `Library.writing`. Waits until the peer's memory can be read."""
@@ -155,17 +156,6 @@ class AscendLibrary(Library):
         end = AscendWritingEnd(self.engine("Prefill", memory), session, memory, target)
         end.meet(self.scratch(memory.regions[0].device))
         return end
-
-
-class AscendReceivingEnd(ReceivingEnd):
-    """Nothing is made for one peer alone."""
-
-    def __init__(self, blob: bytes) -> None:
-        self.blob = blob
-
-    def close(self) -> bool:
-        """Proves nothing: the library revokes nothing."""
-        return False
 
 
 class AscendWritingEnd(WritingEnd):

@@ -99,14 +99,12 @@ class Transport(ABC):
 
     #: Its name in settings and for peers.
     name: ClassVar[str]
-    #: The lowest one that both sides offer and that reaches the other is taken.
+    #: `auto` lists the lowest one first.
     preference: ClassVar[int]
     #: Kinds of memory that `register` takes.
     memory_kinds: ClassVar[frozenset[MemoryKind]]
     #: `auto` offers it, where it works.
     automatic: ClassVar[bool] = False
-    #: Both ends are processes of one host, and a write is a copy in its memory.
-    in_memory: ClassVar[bool] = False
     #: The process that receives puts the bytes into its memory itself: once it has ended nothing lands there.
     receiver_writes: ClassVar[bool] = False
     #: False: what lies at the destination is never what was sent, so that checksums mean nothing.

@@ -7,10 +7,26 @@ from collections import OrderedDict
 from segue.kv.errors import OutOfCapacity
 from segue.kv.ids import RankId
 from segue.kv.layout.content import Content
+from segue.kv.transport.tcp import tcp_wire
 
 MAX_GRANTS = 16384
 #: A post and a fence of one epoch are calls of one thread, so the race is over long before this many others.
 MAX_FENCED = 4096
+
+
+class GrantedEpoch:
+    """The area that one peer may write under one epoch."""
+
+    def __init__(self, area: Content) -> None:
+        self._area = area
+        self._ranges: tcp_wire.Rows | None = None
+
+    def holds(self, rows: tcp_wire.Rows, memory_bytes: int) -> bool:
+        """Whether each row (offset, length) lies inside. Raises Internal for an area that is not in a memory
+        of `memory_bytes` bytes."""
+        if self._ranges is None:
+            self._ranges = tcp_wire.ranges_of(self._area, memory_bytes)
+        return tcp_wire.inside(rows, self._ranges)
 
 
 class Grants:
@@ -19,7 +35,7 @@ class Grants:
 
     def __init__(self, limit: int = MAX_GRANTS) -> None:
         self._limit = limit
-        self._of: dict[RankId, dict[int, Content]] = {}
+        self._of: dict[RankId, dict[int, GrantedEpoch]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -28,8 +44,8 @@ class Grants:
     def __contains__(self, key: tuple[RankId, int]) -> bool:
         return key[1] in self._of.get(key[0], ())
 
-    def area(self, peer: RankId, epoch: int) -> Content | None:
-        """The area in which writes of `epoch` by `peer` may land; None if there is none (any more)."""
+    def find(self, peer: RankId, epoch: int) -> GrantedEpoch | None:
+        """Where writes of `epoch` by `peer` may land; None if nowhere (any more)."""
         return self._of.get(peer, {}).get(epoch)
 
     def of(self, peer: RankId) -> list[int]:
@@ -43,7 +59,7 @@ class Grants:
             return False
         if self._count >= self._limit:
             raise OutOfCapacity(f"{self._limit} hand-offs may already be written to; none was fenced")
-        self._of.setdefault(peer, {})[epoch] = area
+        self._of.setdefault(peer, {})[epoch] = GrantedEpoch(area)
         self._count += 1
         return True
 
@@ -58,11 +74,9 @@ class Grants:
             del self._of[peer]
         return True
 
-    def remove_peer(self, peer: RankId) -> set[int]:
-        """End all grants of `peer`; which they were."""
-        epochs = self._of.pop(peer, {})
-        self._count -= len(epochs)
-        return set(epochs)
+    def remove_peer(self, peer: RankId) -> None:
+        """End all grants of `peer`."""
+        self._count -= len(self._of.pop(peer, {}))
 
 
 class FencedEpochs:

@@ -21,14 +21,12 @@ AUTO_TRANSPORT = "auto"
 USABLE = "ok"
 #: Before the name of a transport: the same through staging slots.
 STAGED = "staged_"
-_ABSENT = "not part of this version of segue"
 
 Known = Mapping[str, str | type[Transport]]
 
 
 class TransportKinds:
-    """Transports by name. `known` maps each to its class, or to where that is ("module:Class"; empty: a later
-    version will have it)."""
+    """Transports by name. `known` maps each to its class, or to where that is ("module:Class")."""
 
     def __init__(self, known: Known) -> None:
         self.known = known
@@ -42,8 +40,6 @@ class TransportKinds:
             )
         if not isinstance(where, str):
             return where
-        if not where:
-            raise ConfigError(_ABSENT)
         module, _, attribute = where.partition(":")
         try:
             found: type[Transport] = getattr(importlib.import_module(module), attribute)
@@ -57,7 +53,7 @@ class TransportKinds:
 
     def automatic(self) -> tuple[str, ...]:
         """The transports of `auto`, best first, whether they work here or not."""
-        found = [kind for name, where in self.known.items() if where and (kind := self.kind(name)).automatic]
+        found = [kind for kind in map(self.kind, self.known) if kind.automatic]
         return tuple(kind.name for kind in sorted(found, key=lambda kind: kind.preference))
 
     def offered(self, setting: str, memory: Memory) -> dict[str, str]:
@@ -91,22 +87,17 @@ class TransportKinds:
             raise ConfigError(f"transport {name!r} cannot be used here: {reason}")
         return self.kind(name)(on_event, options)
 
-    def choices(
-        self, ours: Mapping[str, Sequence[Endpoint]], theirs: Mapping[str, Sequence[Endpoint]]
-    ) -> dict[str, str]:
-        """The transports that a pair of sides could use, the preferred one first, by the endpoints of the
-        ranks that both offer: those that reach each from each are `OK`. The others that either side offers
-        follow, with the reason. Pure, and symmetric, so both sides come to the same answer without asking."""
-        both = [self.kind(name) for name in ours if name in theirs and name in self.known]
-        usable, left_out = {}, {}
-        for kind in sorted(both, key=lambda kind: kind.preference):
-            ends = [(a, b) for a in ours[kind.name] for b in theirs[kind.name]]
-            if ends and all(kind.reaches(a, b) for a, b in ends):
-                usable[kind.name] = USABLE
-            else:
-                left_out[kind.name] = "does not reach from one to the other"
-        left_out |= dict.fromkeys(sorted({*ours} ^ {*theirs}), "is not offered by both")
-        return usable | left_out
+    def common(
+        self, prefill: Mapping[str, Sequence[Endpoint]], decode: Mapping[str, Sequence[Endpoint]]
+    ) -> list[str]:
+        """The transports that a pair of sides could use, in prefill's order, by the endpoints of the ranks
+        that both offer: each rank must reach each. Pure, so both sides come to the same answer."""
+        both = [self.kind(name) for name in prefill if name in decode and name in self.known]
+        return [kind.name for kind in both if self._all_reach(kind, prefill[kind.name], decode[kind.name])]
+
+    def _all_reach(self, kind: type[Transport], ours: Sequence[Endpoint], theirs: Sequence[Endpoint]) -> bool:
+        ends = [(a, b) for a in ours for b in theirs]
+        return bool(ends) and all(kind.reaches(a, b) for a, b in ends)
 
     def _reason(self, name: str, memory: frozenset[MemoryKind] = frozenset()) -> str:
         try:
@@ -128,7 +119,6 @@ KINDS = TransportKinds(
         "mooncake": "segue.kv.transport.mooncake:MooncakeTransport",
         "mori": "segue.kv.transport.mori:MoriTransport",
         "ascend": "segue.kv.transport.ascend:AscendTransport",
-        "cuda_ipc": "segue.kv.transport.cuda_ipc:CudaIpcTransport",
         "staged_shm": "segue.kv.transport.staged.staged_transport:StagedShmTransport",
         "staged_tcp": "segue.kv.transport.staged.staged_transport:StagedTcpTransport",
     }

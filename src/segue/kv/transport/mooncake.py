@@ -3,8 +3,10 @@
 `MOONCAKE_PROTOCOL` (default `tcp`) and `MOONCAKE_DEVICE` (network cards, separated by commas) set it up.
 
 - One engine per peer and direction. A receiving engine has the whole memory registered. Over `tcp` to drop it
-  is a proof: our own process does the copying, and its thread has ended. Over any other protocol it is taken
-  for none.
+  is a proof: our own process does the copying, and its thread has ended. A writer that stood still and goes
+  on connects to the old ports again, so they are held until this process ends (nothing tells when the
+  writer's has), and no later engine draws them. Where that fails, and over any other protocol, it is no
+  proof.
 - A writing engine registers nothing over `tcp`, which does not ask for it.
 - Pieces are posted and asked for one by one: the calls that take a whole list hold a core until they
   return, cannot be interrupted, and took 1.5 times as long.
@@ -16,13 +18,13 @@ who reaches them can read and write what is registered.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
 import socket
 import struct
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +45,11 @@ _MAX_RUNNING = 256
 #: The library's own value is a second.
 _ACCEPT_S = 0.02
 _DONE, _RUNNING = 1, 0
+#: Engines begin and end one at a time in a process: none draws a port between the end of another and `_hold`.
+_ONE_AT_A_TIME = threading.Lock()
+#: Ports of ended engines; an engine has two of the 2,000 that it draws from. Bounded by `_MAX_HELD`.
+HELD: list[socket.socket] = []
+_MAX_HELD = 512
 
 log = logging.getLogger("segue.kv.transport")
 
@@ -98,9 +105,10 @@ class MooncakeLibrary(Library):
 
     def receiving(self, peer: RankId, memory: Memory, greeting: bytes) -> ReceivingEnd:
         """See `Library.receiving`. Raises TransferFailed."""
-        engine = self._engine()
+        engine, ports = self._engine()
         self._register(engine, memory)
-        return _MooncakeReceivingEnd(engine, f"{self._host}:{engine.get_rpc_port()}", self._protocol == _TCP)
+        name = f"{self._host}:{engine.get_rpc_port()}"
+        return _MooncakeReceivingEnd(engine, name, ports, self._protocol == _TCP)
 
     def writing(self, peer: RankId, memory: Memory, target: Memory, blob: bytes) -> WritingEnd:
         """See `Library.writing`. Asks the peer's engine for its description, which proves that it answers;
@@ -108,24 +116,27 @@ class MooncakeLibrary(Library):
         name = blob.decode("ascii", "replace")
         if not (name.isascii() and name.isprintable() and name.rpartition(":")[2].isdecimal()):
             raise PeerRefused(f"{peer} gives {name[:64]!r} as the address of its engine")
-        engine = self._engine()
+        engine, _ = self._engine()
         if self._protocol != _TCP:
             self._register(engine, memory)
         if engine.send_probe(name) != 0 or engine.batch_transfer_sync_write(name, [], [], []) != 0:
             raise TransferFailed(f"the engine of {peer} at {name} does not answer")
         return _Writing(engine, name, memory, target, self._protocol == _TCP)
 
-    def _engine(self) -> Any:
-        engine = self._new()
-        if engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device) != 0:
-            raise TransferFailed(
-                f"mooncake cannot start an engine for protocol {self._protocol!r}, devices {self._device!r}; "
-                "what it has said on standard error is the reason"
-            )
+    def _engine(self) -> tuple[Any, set[int]]:
+        """An engine, and the ports at which it listens."""
+        with _ONE_AT_A_TIME:
+            engine, before = self._new(), {port for _, port in _listeners()}
+            if engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device) != 0:
+                raise TransferFailed(
+                    f"mooncake cannot start an engine for protocol {self._protocol!r}, devices "
+                    f"{self._device!r}; what it has said on standard error is the reason"
+                )
+            ports = {port for _, port in _listeners()} - before
         port = engine.get_rpc_port()
-        _accept_briefly(port)
+        _set_up(port, ports)
         engine.send_probe(f"127.0.0.1:{port}")  # so that what it waits for now, for a second, ends at once
-        return engine
+        return engine, ports
 
     def _register(self, engine: Any, memory: Memory) -> None:
         addresses = [region.address for region in memory.regions]
@@ -134,15 +145,17 @@ class MooncakeLibrary(Library):
 
 
 class _MooncakeReceivingEnd(ReceivingEnd):
-    def __init__(self, engine: Any, name: str, proves: bool) -> None:
+    def __init__(self, engine: Any, name: str, ports: set[int], proves: bool) -> None:
         self.blob = name.encode("ascii")
         self._engine = engine
+        self._ports = ports
         self._proves = proves
 
     def close(self) -> bool:
         last = sys.getrefcount(self._engine) == 2  # the attribute's, and this call's
-        self._engine = None
-        return last and self._proves
+        with _ONE_AT_A_TIME:
+            self._engine = None
+            return last and self._proves and (not self.unsettled or _hold(self._ports))
 
 
 class _BatchPost:
@@ -212,16 +225,62 @@ def _engines() -> Any:
     return importlib.import_module("mooncake.engine").TransferEngine
 
 
-def _accept_briefly(port: int) -> None:
-    """The engine's listener at `port` is to look up every `_ACCEPT_S`. Only its number is known to us."""
+def _listeners() -> Iterator[tuple[socket.socket, int]]:
+    """The sockets of this process that listen, each with its port. Their descriptors are not ours."""
     for fd in os.listdir("/proc/self/fd"):
         try:
             sock = socket.socket(fileno=int(fd))
         except OSError:
             continue  # no socket, or closed meanwhile
-        with contextlib.suppress(OSError):
-            at = sock.getsockname() if sock.family in (socket.AF_INET, socket.AF_INET6) else ()
-            if at[1:2] == (port,) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                timeout = struct.pack("ll", 0, int(_ACCEPT_S * 1e6))
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        sock.detach()  # the descriptor is not ours
+        try:
+            internet = sock.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield sock, sock.getsockname()[1]
+        except OSError:
+            continue  # closed meanwhile
+        finally:
+            sock.detach()  # also if who goes through them raises: it would close the descriptor
+
+
+def _set_up(rpc_port: int, ports: set[int]) -> None:
+    """The engine's listener at `rpc_port` is to look up every `_ACCEPT_S`; connections that linger at `ports`
+    are not to keep us from taking them. The numbers are all that is known of the sockets."""
+    for sock, port in _listeners():
+        if port == rpc_port:
+            timeout = struct.pack("ll", 0, int(_ACCEPT_S * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        if port in ports:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _hold(ports: set[int]) -> bool:
+    """Take the ports of an engine that has ended. False if they are not known, or one cannot be had."""
+    if len(ports) < 2 or len(HELD) + len(ports) > _MAX_HELD:
+        return False
+    try:
+        HELD.extend(map(_taken, ports))
+    except OSError:
+        return False
+    return True
+
+
+def _taken(port: int) -> socket.socket:
+    """A socket that has `port` at every address, and refuses connections. Raises OSError if somebody else has
+    it."""
+    family, any_address = (
+        (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "0.0.0.0")
+    )
+    sock = socket.socket(family)
+    try:
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the engine may linger
+        sock.bind((any_address, port))
+        # The kernel forgets at `listen` that the port may be shared with others that set SO_REUSEADDR.
+        sock.listen(1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -13,6 +13,7 @@ proves nothing.
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import threading
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ import numpy as np
 from segue.kv.errors import DECODE_ERRORS, BootstrapTimeout, ConfigError, PeerRefused, TransferFailed
 from segue.kv.ids import RankId
 from segue.kv.transport.base import EventSink
-from segue.kv.transport.library.library_api import Handle, Library, ReceivingEnd, WritingEnd
-from segue.kv.transport.library.library_modules import Modules, device_number, import_module, missing
+from segue.kv.transport.library.library_api import Handle, Library, ReceivingEnd, UnprovenEnd, WritingEnd
+from segue.kv.transport.library.library_modules import Modules, device_number, missing
 from segue.kv.transport.library.library_transport import LibraryTransport
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, Region, host_region
 from segue.kv.transport.options import TransportOptions
@@ -55,7 +56,7 @@ class MoriTransport(LibraryTransport):
     memory_kinds = frozenset(MemoryKind)
 
     def __init__(
-        self, on_event: EventSink, options: TransportOptions, modules: Modules = import_module
+        self, on_event: EventSink, options: TransportOptions, modules: Modules = importlib.import_module
     ) -> None:
         super().__init__(on_event, options, MoriLibrary(options, modules))
 
@@ -119,7 +120,7 @@ class MoriLibrary(Library):
     def receiving(self, peer: RankId, memory: Memory, greeting: bytes) -> ReceivingEnd:
         """See `Library.receiving`."""
         memories = [described.pack() for described in self.memories(memory)]
-        return MoriReceivingEnd(msgspec.msgpack.encode(MoriBlob(self._desc(), memories)))
+        return UnprovenEnd(msgspec.msgpack.encode(MoriBlob(self._desc(), memories)))
 
     def writing(self, peer: RankId, memory: Memory, target: Memory, blob: bytes) -> WritingEnd:
         """See `Library.writing`. Reads one byte from the peer: then a connection stands."""
@@ -141,17 +142,6 @@ class MoriLibrary(Library):
     def _desc(self) -> bytes:
         packed: bytes = self.engine.get_engine_desc().pack()
         return packed
-
-
-class MoriReceivingEnd(ReceivingEnd):
-    """Nothing is made for one peer alone."""
-
-    def __init__(self, blob: bytes) -> None:
-        self.blob = blob
-
-    def close(self) -> bool:
-        """Proves nothing: the peer's queue pairs live on."""
-        return False
 
 
 class MoriWritingEnd(WritingEnd):

@@ -22,6 +22,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import runpy
 import secrets
 import socket
 import struct
@@ -42,8 +43,8 @@ from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 from segue.kv.transport.options import TransportOptions
 from segue.kv.transport.tcp.tcp_wire import PartRows, Rows
 
-#: One per version of CUDA. The Python class around it would let the progress thread spin.
-_MODULES = ("nixl_cu12._bindings", "nixl_cu13._bindings")
+#: One package for each version of CUDA, the newest first. All of them move host memory.
+_BUILDS = ("nixl_cu13", "nixl_cu12")
 #: UCX may miss a wake-up (a comment in its back-end says so), then a receiving agent looks by itself.
 LOOK_US = 10_000
 #: With these alone, whatever lands in host memory is put there by a thread of the receiving agent.
@@ -79,11 +80,24 @@ class NixlTransport(LibraryTransport):
 
 
 def bindings() -> ModuleType:
-    """NIXL's own module. Raises ImportError."""
-    for name in _MODULES:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            return importlib.import_module(name)
+    """NIXL's own module; the Python class around it would let the progress thread spin. The package `nixl`,
+    which other engines import, chooses among the builds for versions of CUDA. Without it the build for
+    torch's CUDA is taken, else any. Raises ImportError."""
+    for package in ("nixl", f"nixl_cu{_cuda_of_torch()}", *_BUILDS):
+        if importlib.util.find_spec(package) is not None:
+            return importlib.import_module(f"{package}._bindings")
     raise ImportError("NIXL is not installed")
+
+
+def _cuda_of_torch() -> str:
+    """The major version of CUDA that the installed torch is built for, if any. Reads one file of torch:
+    importing it takes a second, and a process with host memory may do without it."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return ""
+    version = Path(torch.origin).with_name("version.py")
+    cuda = runpy.run_path(str(version)).get("cuda") if version.is_file() else None
+    return (cuda or "").partition(".")[0]
 
 
 def missing(environment: Mapping[str, str], host: str, sysfs: Path = Path("/sys/class")) -> dict[str, str]:

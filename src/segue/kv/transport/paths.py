@@ -5,36 +5,16 @@ Used under the transport's lock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from segue.kv.errors import ConfigError, Internal, SegueError, TransferFailed
+from segue.kv.errors import ConfigError, Internal, TransferFailed
 from segue.kv.ids import RankId
-from segue.kv.transport.base import WriteFailed, Written
 from segue.kv.transport.emitter import EventEmitter
 from segue.kv.transport.epochs import FencedEpochs
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
+from segue.kv.transport.write_book import fenced
 
 PathT = TypeVar("PathT")
-
-
-@dataclass(slots=True, eq=False)
-class Write:
-    """One call of `Transport.write`, complete when all `parts` that it was cut into have ended."""
-
-    epoch: int
-    tag: int
-    nbytes: int
-    posted: float
-    parts: int = 0
-    error: SegueError | None = None
-    refused: bool = False
-
-    def end(self, peer: RankId, now: float) -> Written | WriteFailed:
-        """The one event that tells how it has ended."""
-        if self.error is not None:
-            return WriteFailed(peer, self.epoch, self.tag, self.error, self.refused)
-        return Written(peer, self.epoch, self.tag, self.nbytes, now - self.posted)
 
 
 class Paths(Generic[PathT]):
@@ -83,19 +63,11 @@ class Paths(Generic[PathT]):
         has failed, TransferFailed when there is no path or the epoch was fenced."""
         if self._emitter.failure:
             raise Internal(self._emitter.failure)
+        if self._emitter.closed:  # the memory of a path may be unmapped
+            raise TransferFailed("the transport is closed")
         path = self.of.get(peer)
         if path is None or self.memory is None:
             raise TransferFailed(f"no {self._name} path to {peer}")
         if (peer, epoch) in self.fenced:
             raise fenced(epoch)
         return path, self.memory
-
-
-def fenced(epoch: int) -> TransferFailed:
-    """The error for writes of an epoch that this side has fenced."""
-    return TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
-
-
-def not_granted(peer: RankId, epoch: int) -> TransferFailed:
-    """The error for writes of an epoch that the receiver does not grant (any more)."""
-    return TransferFailed(f"epoch {epoch:x} is not granted by {peer}", retryable=False)

@@ -15,8 +15,9 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from segue.engine.request import Output, Request, Usage
-from segue.kv import MAX_ATTEMPTS, ErrorCode, ErrorInfo, Internal, LeaderId
+from segue.kv import ErrorCode, ErrorInfo, Internal, LeaderId
 from segue.server.balance.policy import Candidate, PlacementRequest, Policy
+from segue.server.settings.shared_config import MAX_ATTEMPTS
 
 #: The other side of the pair is gone, as the one that says so sees it.
 LOSSES = frozenset({ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED})

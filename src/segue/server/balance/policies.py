@@ -55,26 +55,24 @@ class FollowBootstrapRoom:
         return ranks[request.room % len(ranks)]
 
 
-class TotalRequests:
-    """The fewest requests; ties go to the fewest tokens, then round."""
+class Fewest:
+    """The least of `load`; ties go round."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[[Candidate], tuple[int, int]]) -> None:
+        self._load = load
         self._ties = RoundRobin()
 
     def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
-        best = min((c.requests, c.tokens) for c in candidates)
-        return self._ties.choose([c for c in candidates if (c.requests, c.tokens) == best], request)
+        best = min(map(self._load, candidates))
+        return self._ties.choose([c for c in candidates if self._load(c) == best], request)
 
 
-class TotalTokens:
-    """The fewest tokens; ties go to the fewest requests, then round."""
+def _requests_first(candidate: Candidate) -> tuple[int, int]:
+    return candidate.requests, candidate.tokens
 
-    def __init__(self) -> None:
-        self._ties = RoundRobin()
 
-    def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
-        best = min((c.tokens, c.requests) for c in candidates)
-        return self._ties.choose([c for c in candidates if (c.tokens, c.requests) == best], request)
+def _tokens_first(candidate: Candidate) -> tuple[int, int]:
+    return candidate.tokens, candidate.requests
 
 
 class PowerOfTwo:
@@ -89,7 +87,7 @@ class PowerOfTwo:
         first = self._randbelow(len(candidates))
         second = self._randbelow(len(candidates) - 1)
         second += second >= first
-        return min(candidates[first], candidates[second], key=lambda c: (c.requests, c.tokens))
+        return min(candidates[first], candidates[second], key=_requests_first)
 
 
 class PrefixAware:
@@ -118,7 +116,7 @@ class PrefixAware:
         #: by block: the leader that got it, and the number of that placement
         self._seen: OrderedDict[int, tuple[LeaderId, int]] = OrderedDict()
         self._placed = 0
-        self._fallback = TotalTokens()
+        self._fallback = Fewest(_tokens_first)
         #: tokens of the last prompt that its chosen replica holds, or was sent before
         self.known_tokens = 0
 
@@ -170,8 +168,8 @@ PREFIX_AWARE = "prefix_aware"
 _MAKERS: dict[str, Callable[[RandBelow, PrefixIndex | None], Policy]] = {
     "round_robin": lambda *_: RoundRobin(),
     "follow_bootstrap_room": lambda *_: FollowBootstrapRoom(),
-    "total_requests": lambda *_: TotalRequests(),
-    "total_tokens": lambda *_: TotalTokens(),
+    "total_requests": lambda *_: Fewest(_requests_first),
+    "total_tokens": lambda *_: Fewest(_tokens_first),
     "power_of_two": lambda randbelow, _: PowerOfTwo(randbelow),
     PREFIX_AWARE: lambda _, index: PrefixAware(index=index),
 }

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from segue.kv import DpRanks, Handles, LeaderId, Role, SegueError
+from segue.kv import DpRanks, Handles, LeaderId, Role
 from segue.kv.session import Tls, awaited, typed
 from segue.server.direct.direct_server import (
     DecodeDirectServer,
@@ -26,10 +27,10 @@ from segue.server.direct.direct_server import (
 )
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
-from segue.server.frontend.app import Asgi, OpenAIServerSettings
+from segue.server.frontend.app import OPERATIONS, Asgi, OpenAIServerSettings, handlers
 from segue.server.frontend.frontend_process import model_bounds
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
-from segue.server.frontend.problems import body_of
+from segue.server.frontend.refusals import model_object, model_of
 from segue.server.frontend.sampling_defaults import of_model
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.messages.control import Load
@@ -131,6 +132,11 @@ class LazyDirectServer:
         return server
 
 
+def _handler(path: str, server: DirectServer) -> _Handler:
+    found: _Handler = handlers(server, "POST")[path]
+    return found
+
+
 def direct_routes(
     lazy: LazyDirectServer,
     served_model: str,
@@ -154,19 +160,22 @@ def direct_routes(
     def post(path: str, choose: Callable[[DirectServer], _Handler]) -> Route:
         return Route(path, asgi(choose), methods=["POST"])
 
+    def served() -> dict[str, object]:
+        # The context is known once a request has come that needs the server.
+        return model_object(served_model, lazy.server.card().context_tokens if lazy.server else 0)
+
     async def models(request: Request) -> Response:
-        model = {"id": served_model, "object": "model", "created": 0, "owned_by": "segue"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [served()]})
+
+    async def model(request: Request) -> Response:
+        return model_of(request, served())
 
     async def model_info(request: Request) -> Response:
         # No path: a router would look for it on a hub.
         return JSONResponse({"served_model_name": served_model, "is_generation": True})
 
     async def health_generate(request: Request) -> Response:
-        try:
-            await answers()
-        except SegueError as error:
-            return JSONResponse(body_of(error), error.status)
+        await answers()
         return JSONResponse({"status": "ok"})
 
     def loads() -> list[dict[str, int]]:
@@ -186,19 +195,16 @@ def direct_routes(
         try:
             await (await lazy.opened()).flush_cache()
         except Exception as error:
-            refused = typed(error, "flushing the cache")
-            return JSONResponse(body_of(refused), refused.status)
+            raise typed(error, "flushing the cache") from error
         return JSONResponse({"status": "ok"})
 
     return [
-        post("/v1/chat/completions", lambda server: server.chat),
-        post("/v1/completions", lambda server: server.completions),
+        *(post(o.path, partial(_handler, o.path)) for o in OPERATIONS if o.method == "POST"),
         post("/generate", lambda server: server.native),
         post("/v1/chat/completions/render", lambda server: server.render_chat),
         post("/v1/completions/render", lambda server: server.render_completion),
-        post("/tokenize", lambda server: server.tokenize),
-        post("/detokenize", lambda server: server.detokenize),
         Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
         Route("/model_info", model_info),
         Route("/get_model_info", model_info),
         Route("/health_generate", health_generate),

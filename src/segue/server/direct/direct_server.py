@@ -19,7 +19,6 @@ import msgspec
 
 from segue.engine.request import Request
 from segue.kv import (
-    OPEN_RANK,
     BootstrapUnreachable,
     DeadlineExceeded,
     DpRanks,
@@ -33,6 +32,7 @@ from segue.kv import (
     SegueError,
     new_room,
 )
+from segue.kv.ids import OPEN_RANK
 from segue.kv.session import is_loopback
 from segue.server.balance.attempts import LOSSES
 from segue.server.fleet.call import Call, DirectHalf
@@ -43,10 +43,10 @@ from segue.server.frontend.backend import Generation
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
 from segue.server.frontend.legs import Bootstrap, ComputedRoom, computed_room, legs_of, transfer_params
 from segue.server.frontend.native import as_completion, native_plan, read_native
-from segue.server.frontend.openai_types import ChatBody, CompletionBody, GenerateFields
 from segue.server.frontend.params import ModelCard, rank_hints
 from segue.server.frontend.plan import Plan, sample_count
 from segue.server.frontend.problems import BadParam
+from segue.server.frontend.request_fields import ChatBody, CompletionBody, GenerateFields
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.messages.control import FlushCache, Load
 from segue.server.messages.records import Records

@@ -18,7 +18,6 @@ import msgspec
 
 from segue.engine.request import Output, Request, Wait
 from segue.kv import (
-    OPEN_RANK,
     AbortedByClient,
     DeadlineExceeded,
     ErrorCode,
@@ -26,9 +25,9 @@ from segue.kv import (
     Internal,
     LeaderId,
     SegueError,
-    Ticket,
     TransferFailed,
 )
+from segue.kv.ids import OPEN_RANK
 from segue.server.balance.attempts import DOUBTS, Attempts, Next
 from segue.server.balance.policy import PlacementRequest
 from segue.server.fleet.fleet_settings import FleetSettings
@@ -38,6 +37,7 @@ from segue.server.fleet.retry_after import RetryAfter
 from segue.server.fleet.router import Router
 from segue.server.messages.control import Cancel, Replace, Submit
 from segue.server.messages.records import Path, Records, RequestRecord
+from segue.server.messages.ticket import Ticket
 from segue.server.observe.metrics import Metrics
 
 #: Reason of the `Cancel` that ends a request whose caller has enough, as after a stop string.
@@ -46,28 +46,14 @@ _ENOUGH = AbortedByClient("the caller has all that it wants").info
 _ELSEWHERE = TransferFailed("the next attempt is placed elsewhere").info
 
 
-class Signal:
+class Signal(asyncio.Event):
     """Wakes everybody who waits, in the order they came. Look at the state first, then wait: nothing runs
     between."""
 
-    def __init__(self) -> None:
-        self._waiters: dict[asyncio.Future[None], None] = {}
-
     def notify(self) -> None:
         """Wake them."""
-        waiters, self._waiters = self._waiters, {}
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Until the next `notify`."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters[waiter] = None
-        try:
-            await waiter
-        finally:
-            self._waiters.pop(waiter, None)
+        self.set()
+        self.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +108,7 @@ class Attempt:
     def start(self, budget_s: float) -> None:
         """Submit to both leaders at once."""
         self._live = list(self.route.replicas)
-        self._send(Submit(self._request, self._ticket(budget_s)), *self._live)
+        self._send(self._submit(budget_s), *self._live)
 
     def keeps(self, error: ErrorInfo) -> bool:
         """Whether prefill's half goes on after decode has failed with `error`."""
@@ -136,10 +122,16 @@ class Attempt:
         self.route, self._request, self._number = route, request, number
         self.replaced += 1
         self._live.append(route.decode)
-        ticket = self._ticket(budget_s)
-        self._send(Submit(request, ticket), route.decode)
+        submit = self._submit(budget_s)
+        self._send(submit, route.decode)
         if route.prefill.session is not None:
-            route.prefill.session.send(Replace(self._ids[route.prefill], ticket))
+            route.prefill.session.send(Replace(self._ids[route.prefill], submit.ticket))
+
+    def _submit(self, budget_s: float) -> Submit:
+        where, handed_over = self.route.prefill.where, self.route.prefill is not self.route.decode
+        return Submit(
+            self._request, self._ticket(budget_s), (where.host, where.port) if handed_over else None
+        )
 
     def _ticket(self, budget_s: float) -> Ticket:
         route, prefill = self.route, self.route.prefill.leader
@@ -534,6 +526,7 @@ class Call:
             ended=ended,
             traceparent=self._above,
             span=request.traceparent if request.traceparent != self._above else "",
+            tenant=request.tenant,
         )
 
     def _wake(self, wait: Wait | None = None) -> None:

@@ -106,9 +106,11 @@ class Fleet:
         live = [call.record(ended=False) for name, call in self._calls.items() if fits(name)]
         return self.records.find(request_id) + live[:MAX_FOUND]
 
-    def live(self, count: int) -> list[RequestRecord]:
-        """Records of at most `count` generations that go on, the newest first."""
-        return [call.record(ended=False) for call in islice(reversed(self._calls.values()), count)]
+    def live(self, count: int, tenant: str = "") -> list[RequestRecord]:
+        """Records of at most `count` generations that go on, the newest first; with `tenant` only its own."""
+        calls = reversed(self._calls.values())
+        own = (call for call in calls if tenant in ("", call.attempts.request.tenant))
+        return [call.record(ended=False) for call in islice(own, count)]
 
     def _membership_changed(self) -> None:
         self.router.membership_changed()

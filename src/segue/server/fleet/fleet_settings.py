@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segue.kv import MAX_ATTEMPTS
+from segue.server.settings.shared_config import MAX_ATTEMPTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from segue.kv.printable import printable
 from segue.server.messages.records import RequestRecord
 
 #: Name of the record of a whole HTTP request; its samples and attempts have other names.
 HTTP = "frontend http"
+#: Characters of a line.
+_LINE_CHARS = 4096
 
 
 class DatedRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,11 +62,12 @@ def life_of(request_id: str, known: Sequence[Sequence[RequestRecord]], silent: l
 
 def describe_life(life: Life) -> str:
     """A life as text: a paragraph for each record, a line for each of its steps. Times are milliseconds since
-    the request's arrival."""
+    the request's arrival. Characters that a terminal does not print are escaped."""
     lines = [f"request {life.request_id}"]
     for part in life.parts:
         lines += _lines(part)
-    return "\n".join(lines + [f"no answer from {who}" for who in life.silent])
+    lines += [f"no answer from {who}" for who in life.silent]
+    return "\n".join(printable(line, _LINE_CHARS) for line in lines)
 
 
 def _lines(part: DatedRecord) -> list[str]:

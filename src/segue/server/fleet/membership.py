@@ -11,12 +11,13 @@ import random
 from collections.abc import Callable
 
 from segue.engine.kv_events import FollowPrefixes, Prefixes
-from segue.kv import LeaderId, Limits, PeerRefused, Role, SegueError, Ticket, new_incarnation, sign_ticket
+from segue.kv import LeaderId, Limits, PeerRefused, Role, SegueError, new_incarnation
 from segue.kv.session import Dialer, PeerInfo, Session, SessionNode, Tls, Uniform, keep_running
 from segue.server.balance.prefix_index import PrefixIndex
 from segue.server.fleet.replica import OutputSink, Replica
 from segue.server.messages.control import ControlMessage, Explain, Explained, Load, Outputs
 from segue.server.messages.records import RequestRecord
+from segue.server.messages.ticket import Ticket, sign_ticket
 from segue.server.observe.metrics import Metrics
 from segue.server.registry.client import InstanceWatch
 from segue.server.registry.registry_records import SERVING, InstanceRecord, ReplicaRecord
@@ -192,8 +193,8 @@ class Membership:
         if replica is None:
             return
         if isinstance(message, Explain):
-            answer = Explained(self._explain(message.request_id), message.asker)
-            session.send(answer)
+            name = message.request_id
+            session.send(Explained(self._explain(name), message.asker, request_id=name))
         elif isinstance(message, Outputs):
             for output in message.outputs:
                 sink = replica.running.get(output.request_id)

@@ -20,12 +20,12 @@ from segue.kv import (
     InvalidRequest,
     LeaderId,
     Limits,
-    NotFound,
     PeerLost,
     Role,
     SegueError,
-    successor,
 )
+from segue.kv.errors import NotFound
+from segue.kv.ids import successor
 from segue.kv.session import PeerInfo, Session, Tls
 from segue.server.fleet.life import Life, life_of
 from segue.server.messages.control import Explain, Explained
@@ -39,6 +39,7 @@ from segue.server.messages.operate import (
     Status,
     Switch,
 )
+from segue.server.messages.records import check_name
 from segue.server.registry.address_backend import operator_node
 from segue.server.registry.backends import RegistryBackend
 from segue.server.registry.client import open_backend
@@ -256,7 +257,8 @@ class Operator:
 
     async def explain(self, request_id: str) -> Life:
         """The records that all leaders and frontends have of a request; a frontend is queried through a
-        leader."""
+        leader. Raises InvalidRequest for a name that is too long."""
+        check_name(request_id)
         places = [(record, where) for record in await self.instances() for _, where in record.leaders()]
         names = [f"{record.role} {LeaderId(record.incarnation, where.dp_rank)}" for record, where in places]
         answers = await asyncio.gather(*(self._explained(request_id, None, *place) for place in places))
@@ -277,8 +279,10 @@ class Operator:
         self, request_id: str, frontend: Incarnation | None, record: InstanceRecord, where: ReplicaRecord
     ) -> Explained | SegueError:
         def done(answer: OperatorMessage) -> Explained | None:
-            # A frontend's answer names its asker: us.
+            # A frontend's answer names its asker: us. We may have asked for another request, too.
             if not isinstance(answer, Explained) or (answer.asker is None) != (frontend is None):
+                return None
+            if answer.request_id not in ("", request_id):
                 return None
             return answer if frontend in (None, *answer.frontends) else None
 

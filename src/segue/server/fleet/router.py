@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from segue.engine.request import RankHints
 from segue.kv import (
-    FOLLOW_BOOTSTRAP_ROOM,
     BootstrapUnreachable,
     DpRankOutOfRange,
     Draining,
@@ -22,10 +21,10 @@ from segue.kv import (
     LeaderId,
     Role,
     SegueError,
-    Starting,
-    model_difference,
-    status_of,
 )
+from segue.kv.errors import Starting, status_of
+from segue.kv.model_match import model_difference
+from segue.kv.protocol.room_ranks import FOLLOW_BOOTSTRAP_ROOM
 from segue.server.balance.attempts import INCOMPATIBLE, LOSSES, UNREACHED, Attempts, Next
 from segue.server.balance.policies import POLICY_NAMES, PrefixAware, make_policy
 from segue.server.balance.policy import PlacementRequest, Policy, RandBelow

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from segue.kv import FinishReason, SegueError, TokenLogprob
+from segue.engine.request import FinishReason, TokenLogprob
+from segue.kv import SegueError
 from segue.server.frontend.generate import Piece, Sample
 from segue.server.frontend.reply_parts import Part, ReplyParser, Thought, ToolCall
 from segue.server.frontend.tokenizer import ModelTokenizer
@@ -124,6 +125,11 @@ class Answer(ABC):
         if not self.shape.token_ids:
             return 0
         return _ID_BYTES * sum(len(choice.sample.request.prompt) for choice in self.choices)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the request's fields that it keeps, and sends, besides."""
+        return 0
 
     @abstractmethod
     def chunks(self, index: int, piece: Piece) -> list[Json]:

@@ -9,57 +9,29 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from segue import __version__
 from segue.engine.request import Wait
-from segue.kv import (
-    AbortedByClient,
-    DeadlineExceeded,
-    ErrorCode,
-    ErrorInfo,
-    Internal,
-    InvalidRequest,
-    Limits,
-    NotFound,
-    OutOfCapacity,
-    RequestTooLarge,
-    SegueError,
-)
-from segue.server.frontend.answers import Answer
+from segue.kv import AbortedByClient, DeadlineExceeded, ErrorCode, Internal, Limits, OutOfCapacity, SegueError
+from segue.kv.errors import RequestTooLarge
 from segue.server.frontend.backend import Backend, Generator
+from segue.server.frontend.body_forms import check_levels, unpacked
+from segue.server.frontend.body_reader import Body, read_body, unknown_fields
 from segue.server.frontend.chat import chat_prompt, shown_tool
 from segue.server.frontend.detokenize import decode_in_pieces
-from segue.server.frontend.dialects import dialect_of
 from segue.server.frontend.generate import Meter, Piece, generate
 from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send, request_id_of
 from segue.server.frontend.keys import ApiKeys, KeyCheck
-from segue.server.frontend.messages_api import (
-    IGNORED_IN_MESSAGES,
-    MESSAGES_NAMES,
-    REFUSED_IN_MESSAGES,
-    MessagesAnswer,
-    MessagesBody,
-    chat_of_messages,
-)
-from segue.server.frontend.openai_types import (
-    Body,
-    BodyReader,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerateFields,
-    TokenizeBody,
-)
+from segue.server.frontend.messages_api import MESSAGES_NAMES, MessagesAnswer, chat_of_messages
 from segue.server.frontend.openapi import Operation, document, page
 from segue.server.frontend.params import (
     ModelCard,
@@ -69,23 +41,26 @@ from segue.server.frontend.params import (
     waiting_order,
 )
 from segue.server.frontend.plan import Plan, Planner, at_most
-from segue.server.frontend.problems import BadParam, UnknownModel, error_body, renamed
+from segue.server.frontend.problems import BadParam, UnknownModel, renamed
+from segue.server.frontend.refusals import HANDLERS, model_object, model_of
+from segue.server.frontend.request_fields import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateFields,
+    MessagesBody,
+    ResponsesBody,
+    TokenizeBody,
+    TranslatedChat,
+)
 from segue.server.frontend.request_memory import (
-    MAX_WEIGHT,
     MIN_BUDGET,
     TOKEN_BYTES,
     MemoryBudget,
     RequestMemory,
     decoded_bytes,
 )
-from segue.server.frontend.responses_api import (
-    IGNORED_IN_RESPONSES,
-    REFUSED_IN_RESPONSES,
-    RESPONSES_NAMES,
-    ResponsesAnswer,
-    ResponsesBody,
-    chat_of_responses,
-)
+from segue.server.frontend.responses_api import RESPONSES_NAMES, ResponsesAnswer, chat_of_responses
 from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults
 from segue.server.frontend.span_attributes import PROVIDER, inference_attributes, operation_of
 from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
@@ -154,12 +129,6 @@ class OpenAIServer:
         self.settings = settings
         self.metrics = metrics
         self.planner = Planner(tokenizer)
-        self._reader = BodyReader(
-            {
-                ResponsesBody: (REFUSED_IN_RESPONSES, IGNORED_IN_RESPONSES),
-                MessagesBody: (REFUSED_IN_MESSAGES, IGNORED_IN_MESSAGES),
-            }
-        )
         self.memory = MemoryBudget(max(32 * settings.limits.max_body_bytes, MIN_BUDGET))
         # A number of thousands of digits takes as long as thousands of others.
         sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)
@@ -268,9 +237,8 @@ class OpenAIServer:
     async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, bytes]:
         """The decoded body, and as it came."""
         raw = await self.receive(call)
-        reader = self._reader
         body, unknown = await self.off_loop(
-            len(raw), lambda: (reader.read(raw, kind), reader.unknown(raw, kind))
+            len(raw), lambda: (read_body(raw, kind), unknown_fields(raw, kind))
         )
         call.list_unknown(unknown)
         self.check_model(getattr(body, "model", None))
@@ -281,14 +249,25 @@ class OpenAIServer:
     async def receive(self, call: HttpCall) -> bytes:
         """The body as it came, within the limits of bodies; what it takes to decode it is counted."""
         s = self.settings
-        raw = await call.body(s.limits.max_body_bytes, call.held, timeout_s=s.body_timeout_s)
-        most = self.most_values()
-        call.held.add(await self.off_loop(len(raw), lambda: decoded_bytes(raw, most)))
+        limit_bytes, most_bytes = s.limits.max_body_bytes, self.most_bytes()
+        raw = await call.body(limit_bytes, call.held, timeout_s=s.body_timeout_s)
+        if (encoding := (call.header(b"content-encoding") or "identity").strip().lower()) != "identity":
+            packed = raw
+            raw = await self.off_loop(limit_bytes, lambda: unpacked(packed, encoding, limit_bytes))
+            call.held.set(len(raw))
+
+        def weighed() -> int:
+            decoded = decoded_bytes(raw, most_bytes)
+            check_levels(raw)
+            return decoded
+
+        call.held.add(await self.off_loop(len(raw), weighed))
         return raw
 
-    def most_values(self) -> int:
-        """How many values a body, or the answer of `/tokenize`, may have."""
-        return max(MAX_WEIGHT, 8 * self.card().context_tokens)
+    def most_bytes(self) -> int:
+        """Limit of the memory of one decoded body, or of the ids that `/tokenize` gives."""
+        least, context = self.memory.limit_bytes // 8, self.card().context_tokens
+        return max(least, 8 * TOKEN_BYTES * context)
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel if a client asks for another model than this server's."""
@@ -315,6 +294,8 @@ class OpenAIServer:
     # ---- generations ----------------------------------------------------------------------------
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """OpenAI chat."""
+
         async def work(call: HttpCall, started: float) -> None:
             # Without names here: the body is to be gone once its prompt's ids are known.
             await self.generation(call, started, *await self.read(call, ChatBody), self.planner.chat)
@@ -322,6 +303,8 @@ class OpenAIServer:
         await self.serve(scope, receive, send, "chat", work)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """OpenAI text completions."""
+
         async def work(call: HttpCall, started: float) -> None:
             await self.generation(
                 call, started, *await self.read(call, CompletionBody), self.planner.completion
@@ -330,36 +313,26 @@ class OpenAIServer:
         await self.serve(scope, receive, send, "completions", work)
 
     async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """OpenAI Responses, without state on the server."""
+
         async def work(call: HttpCall, started: float) -> None:
-            read = await self.read(call, ResponsesBody)
-            await self.generation(
-                call,
-                started,
-                *await self._as_chat(call, read[0], read[1], *_RESPONSES),
-            )
+            await self.generation(call, started, *await self._as_chat(call, ResponsesBody, *_RESPONSES))
 
         await self.serve(scope, receive, send, "responses", work)
 
     async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Anthropic Messages."""
+
         async def work(call: HttpCall, started: float) -> None:
-            read = await self.read(call, MessagesBody)
-            if (most := read[0].max_tokens) is None or most < 1:
-                raise BadParam("max_tokens: a number from 1 on is needed", "max_tokens")
-            chat, raw, make = await self._as_chat(call, read[0], read[1], *_MESSAGES)
-            del read
-
-            def fitting(chat: ChatBody, card: ModelCard, call_id: str) -> Plan:
-                return at_most(make(chat, card, call_id), most)
-
-            await self.generation(call, started, chat, raw, fitting)
+            await self.generation(call, started, *await self._as_chat(call, MessagesBody, *_MESSAGES))
 
         await self.serve(scope, receive, send, "messages", work)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The tokens of a message's prompt."""
+
         async def work(call: HttpCall, started: float) -> None:
-            body, raw = await self.read(call, MessagesBody)
-            chat, _, make = await self._as_chat(call, body, raw, *_MESSAGES)
-            plan = await self.plan(call, chat, raw, make)
+            plan = await self.plan(call, *await self._as_chat(call, MessagesBody, *_COUNTED))
             await call.answer(200, {"input_tokens": len(plan.samples[0].request.prompt)})
 
         await self.serve(scope, receive, send, "count_tokens", work)
@@ -367,22 +340,26 @@ class OpenAIServer:
     async def _as_chat(
         self,
         call: HttpCall,
-        body: T,
-        raw: bytes,
-        chat_of: Callable[[T], ChatBody],
-        answer_of: Callable[[Answer, T], Answer],
+        kind: type[Body],
+        chat_of: Callable[[Body], TranslatedChat],
+        answer_of: Callable[[Plan, Body], Plan],
         names: Mapping[str, str],
     ) -> tuple[ChatBody, bytes, Callable[[ChatBody, ModelCard, str], Plan]]:
         """A body of another API as a chat, and the plan that answers it in its own form. Errors call fields
         of the chat by their `names` in that API."""
-        chat = with_header_rank(call, await self.off_loop(len(raw), lambda: chat_of(body)))
+        body, raw = await self.read(call, kind)
+        translated = await self.off_loop(len(raw), lambda: chat_of(body))
+        call.list_unknown(translated.left_out)
+        chat = with_header_rank(call, translated.chat)
+        del translated
 
         def make(chat: ChatBody, card: ModelCard, call_id: str) -> Plan:
             try:
                 plan = self.planner.chat(chat, card, call_id)
             except BadParam as error:
                 raise renamed(error, names) from None
-            return Plan(answer_of(plan.answer, body), plan.stream, include_usage=True)
+            plan.ignored = [names.get(name, name) for name in plan.ignored]
+            return answer_of(plan, body)
 
         return chat, raw, make
 
@@ -410,8 +387,8 @@ class OpenAIServer:
         """The generations to run for `body`; the caller should drop `body` afterwards. Raises BadParam."""
         counts = self.settings.access.client_order
         trusted = counts == "all" or (counts == "keys" and call.has_key)
-        card, (priority, tenant) = self.card(), waiting_order(body, call.tenant, trusted=trusted)
-        salt = cache_salt(body, call.cache_domain)
+        card, (priority, tenant) = self.card(), waiting_order(body, call.owner.tenant, trusted=trusted)
+        salt = cache_salt(body, call.owner.cache_domain)
         made = await self.off_loop(len(raw), lambda: make(body, card, call.id))
         call.list_unknown(made.ignored)
         check_repeated(made.answer.repeated_bytes)
@@ -463,7 +440,7 @@ class OpenAIServer:
                 await call.answer(200, instead)
                 return
             raw = await self.off_loop(
-                call.held.nbytes - plan.held_bytes + answer.repeated_bytes,
+                call.held.nbytes - plan.held_bytes + answer.repeated_bytes + answer.kept_bytes,
                 lambda: msgspec.json.encode(answer.whole() | more if more else answer.whole()),
                 last=True,
             )
@@ -490,9 +467,11 @@ class OpenAIServer:
     # ---- small endpoints ------------------------------------------------------------------------
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Text or messages to token ids."""
+
         async def work(call: HttpCall, started: float) -> None:
             body, raw = await self.read(call, TokenizeBody)
-            context, most = self.card().context_tokens, self.most_values()
+            context, most = self.card().context_tokens, self.most_bytes() // TOKEN_BYTES
             ids = await self.off_loop(len(raw), lambda: self._tokens_of(body, most))
             call.held.add(TOKEN_BYTES * len(ids))
             answer = {"count": len(ids), "max_model_len": context, "tokens": ids}
@@ -528,6 +507,8 @@ class OpenAIServer:
         return prompt.ids
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Token ids to text."""
+
         async def work(call: HttpCall, started: float) -> None:
             body, raw = await self.read(call, DetokenizeBody)
             answer = await self.off_loop(len(raw), lambda: self._text_of(body.tokens))
@@ -553,40 +534,38 @@ class OpenAIServer:
 
     def model_object(self) -> dict[str, object]:
         card = self.card()
-        return {
-            "id": card.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "segue",
-            "max_model_len": card.context_tokens,
-        }
+        return model_object(card.name, card.context_tokens)
 
     async def models(self, request: HttpRequest) -> Response:
+        """The served model and its context."""
         return self._json(request, {"object": "list", "data": [self.model_object()]})
 
     async def model(self, request: HttpRequest) -> Response:
-        name = request.path_params["name"]
-        if name != self.settings.model:
-            error = ErrorInfo(code=ErrorCode.NOT_FOUND, text=f"the model {name[:200]!r} does not exist")
-            return self._json(request, error_body(error, param="model", code="model_not_found"), 404)
-        return self._json(request, self.model_object())
+        """The same of one name."""
+        return model_of(request, self.model_object())
 
     async def tokenizer_info(self, request: HttpRequest) -> Response:
+        """The tokenizer: templates, special tokens, sizes."""
         return self._json(request, self.tokenizer.info() | {"max_model_len": self.card().context_tokens})
 
     async def load(self, request: HttpRequest) -> Response:
+        """Requests that are being answered."""
         return self._json(request, {"server_load": self.calls})
 
     async def openapi(self, request: HttpRequest) -> Response:
-        return self._json(request, document(OPERATIONS, self._reader.refused, __version__))
+        """This list, for programs."""
+        return self._json(request, document(OPERATIONS, __version__))
 
     async def docs(self, request: HttpRequest) -> Response:
-        return HTMLResponse(page(OPERATIONS, self._reader.refused, __version__))
+        """This list, for people."""
+        return HTMLResponse(page(OPERATIONS, __version__))
 
     async def health(self, request: HttpRequest) -> Response:
+        """200 while the process is alive."""
         return self._json(request, {"status": "ok"})
 
     async def ready(self, request: HttpRequest) -> Response:
+        """200 once a generation has passed through the current workers."""
         status, body = readiness(self._lacking())
         return self._json(request, body, status)
 
@@ -597,6 +576,7 @@ class OpenAIServer:
         return "" if self.backend.proven else "no request has completed on the workers that are here"
 
     async def integrity(self, request: HttpRequest) -> Response:
+        """Counts of this process."""
         tables = {"calls": self.calls, "bodies": self.memory.used_bytes, **self.backend.sizes()}
         descriptors, segments, rss_bytes = process_facts()
         state = NodeState(
@@ -613,9 +593,11 @@ class OpenAIServer:
         return self._json(request, msgspec.to_builtins(state))
 
     async def version(self, request: HttpRequest) -> Response:
+        """The version."""
         return self._json(request, {"version": __version__})
 
     async def scrape(self, request: HttpRequest) -> Response:
+        """Prometheus text."""
         self.metrics.ready.set(not self._lacking())
         return Response(self.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
@@ -624,22 +606,6 @@ class OpenAIServer:
         if status == 503:
             headers["retry-after"] = "1"
         return JSONResponse(body, status, headers=headers)
-
-    async def http_error(self, request: HttpRequest, error: Exception) -> Response:
-        """404 and 405, in the form of the path's API."""
-        assert isinstance(error, HTTPException)
-        path = request.scope["path"][:200]
-        what = (
-            f"there is no {path}"
-            if error.status_code == 404
-            else f"{request.method[:20]} is not allowed at {path}"
-        )
-        failure = NotFound(what) if error.status_code == 404 else InvalidRequest(what)
-        request_id = request_id_of(request.scope)
-        body = dialect_of(request.scope["path"]).body(failure, request_id, status=error.status_code)
-        response = JSONResponse(body, error.status_code, headers={"x-request-id": request_id})
-        response.headers.update(error.headers or {})
-        return response
 
 
 def _record_of(call: HttpCall, error: SegueError | None, started: float, seconds: float) -> RequestRecord:
@@ -655,6 +621,7 @@ def _record_of(call: HttpCall, error: SegueError | None, started: float, seconds
         error=error.info if error is not None else _GONE if call.gone else None,
         traceparent=call.trace.parent,
         span=call.trace.span,
+        tenant=call.owner.tenant,
         attributes=call.http_attributes() if call.trace.span else {},
         inner=_inference(call, call.planned_at - started),
     )
@@ -668,9 +635,20 @@ def _inference(call: HttpCall, at_s: float) -> InnerSpan | None:
     return InnerSpan(span=call.trace.child, name=name, at_s=at_s, attributes=attributes)
 
 
+def _as_response(plan: Plan, body: ResponsesBody) -> Plan:
+    return replace(plan, answer=ResponsesAnswer(plan.answer, body), include_usage=True)
+
+
+def _as_message(plan: Plan, body: MessagesBody) -> Plan:
+    if body.max_tokens is None or body.max_tokens < 1:
+        raise BadParam("max_tokens: a number from 1 on is needed", "max_tokens")
+    return at_most(replace(plan, answer=MessagesAnswer(plan.answer), include_usage=True), body.max_tokens)
+
+
 #: Translations of other APIs, for `_as_chat`.
-_RESPONSES: Final = (chat_of_responses, ResponsesAnswer, RESPONSES_NAMES)
-_MESSAGES: Final = (chat_of_messages, MessagesAnswer, MESSAGES_NAMES)
+_RESPONSES: Final = (chat_of_responses, _as_response, RESPONSES_NAMES)
+_MESSAGES: Final = (chat_of_messages, _as_message, MESSAGES_NAMES)
+_COUNTED: Final = (chat_of_messages, lambda plan, body: plan, MESSAGES_NAMES)
 #: The line of each answer in the log.
 _ANSWERED: Final = "event=answered endpoint=%s status=%d seconds=%.3f"
 _GONE = AbortedByClient("the client left").info
@@ -692,77 +670,53 @@ class Asgi:
         await self._handler(scope, receive, send)
 
 
-#: The endpoints, for `/openapi.json` and `/docs`.
+#: The endpoints; the dashboard has routes of its own.
 OPERATIONS: Final = (
-    Operation("/v1/chat/completions", "POST", "OpenAI chat", ChatBody),
-    Operation("/v1/completions", "POST", "OpenAI text completions", CompletionBody),
-    Operation("/v1/responses", "POST", "OpenAI Responses, without state on the server", ResponsesBody),
-    Operation("/v1/messages", "POST", "Anthropic Messages", MessagesBody),
-    Operation("/v1/messages/count_tokens", "POST", "the tokens of a message's prompt", MessagesBody),
-    Operation("/tokenize", "POST", "text or messages to token ids", TokenizeBody),
-    Operation("/detokenize", "POST", "token ids to text", DetokenizeBody),
-    Operation("/v1/models", "GET", "the served model and its context"),
-    Operation("/v1/models/{name}", "GET", "the same of one name"),
-    Operation("/tokenizer_info", "GET", "the tokenizer: templates, special tokens, sizes"),
-    Operation("/load", "GET", "requests that are being answered"),
-    Operation("/health", "GET", "200 while the process is alive"),
-    Operation("/ready", "GET", "200 once a generation has passed through the current workers"),
-    Operation("/version", "GET", "the version"),
-    Operation("/integrity", "GET", "counts of this process"),
-    Operation("/metrics", "GET", "Prometheus text"),
+    Operation("/v1/chat/completions", "POST", OpenAIServer.chat, ChatBody),
+    Operation("/v1/completions", "POST", OpenAIServer.completions, CompletionBody),
+    Operation("/v1/responses", "POST", OpenAIServer.responses, ResponsesBody),
+    Operation("/v1/messages", "POST", OpenAIServer.messages, MessagesBody),
+    Operation("/v1/messages/count_tokens", "POST", OpenAIServer.count_tokens, MessagesBody),
+    Operation("/tokenize", "POST", OpenAIServer.tokenize, TokenizeBody),
+    Operation("/detokenize", "POST", OpenAIServer.detokenize, DetokenizeBody),
+    Operation("/v1/models", "GET", OpenAIServer.models),
+    Operation("/v1/models/{name:path}", "GET", OpenAIServer.model),
+    Operation("/tokenizer_info", "GET", OpenAIServer.tokenizer_info),
+    Operation("/load", "GET", OpenAIServer.load),
+    Operation("/", "GET", OpenAIServer.health),
+    Operation("/health", "GET", OpenAIServer.health),
+    Operation("/ready", "GET", OpenAIServer.ready),
+    Operation("/version", "GET", OpenAIServer.version),
+    Operation("/integrity", "GET", OpenAIServer.integrity),
+    Operation("/metrics", "GET", OpenAIServer.scrape),
     Operation("/dashboard", "GET", "the fleet, live, as a page"),
     Operation("/dashboard/events", "GET", "what the page shows: JSON, as server-sent events"),
-    Operation("/dashboard/requests/{name}", "GET", "the timeline of one request"),
-    Operation("/openapi.json", "GET", "this list, for programs"),
-    Operation("/docs", "GET", "this list, for people"),
+    Operation("/dashboard/requests/{name:path}", "GET", "the timeline of one request"),
+    Operation("/openapi.json", "GET", OpenAIServer.openapi),
+    Operation("/docs", "GET", OpenAIServer.docs),
 )
 
 
-def _generating(api: OpenAIServer) -> dict[str, AsgiApp]:
-    return {
-        "/v1/chat/completions": api.chat,
-        "/v1/completions": api.completions,
-        "/v1/responses": api.responses,
-        "/v1/messages": api.messages,
-    }
-
-
-def routes(api: OpenAIServer) -> list[BaseRoute]:
-    """The routes of the server; docs/http.md lists them."""
-    return [
-        *(Route(path, Asgi(handler), methods=["POST"]) for path, handler in _generating(api).items()),
-        Route("/v1/messages/count_tokens", Asgi(api.count_tokens), methods=["POST"]),
-        Route("/v1/models", api.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", api.model, methods=["GET"]),
-        Route("/tokenize", Asgi(api.tokenize), methods=["POST"]),
-        Route("/detokenize", Asgi(api.detokenize), methods=["POST"]),
-        Route("/tokenizer_info", api.tokenizer_info, methods=["GET"]),
-        Route("/load", api.load, methods=["GET"]),
-        Route("/openapi.json", api.openapi, methods=["GET"]),
-        Route("/docs", api.docs, methods=["GET"]),
-        Route("/health", api.health, methods=["GET"]),
-        Route("/ready", api.ready, methods=["GET"]),
-        Route("/version", api.version, methods=["GET"]),
-        Route("/integrity", api.integrity, methods=["GET"]),
-        Route("/metrics", api.scrape, methods=["GET"]),
-    ]
+def handlers(api: OpenAIServer, method: str) -> dict[str, Any]:
+    """The handler of each endpoint of `api` with this method, by its path."""
+    found = [(o.path, o.handler) for o in OPERATIONS if o.method == method and not isinstance(o.handler, str)]
+    return {path: getattr(api, handler.__name__) for path, handler in found}
 
 
 def build_app(api: OpenAIServer, keys: ApiKeys | None = None, more: Sequence[BaseRoute] = ()) -> AsgiApp:
     """The application; its routes are those of docs/http.md, of which `more` are made by others. With `keys`
     clients must show one of them."""
-    generating = _generating(api)
-    rest = Starlette(
-        routes=[*routes(api), *more],
-        exception_handlers={404: api.http_error, 405: api.http_error, HTTPException: api.http_error},
-    )
+    posts: dict[str, AsgiApp] = handlers(api, "POST")
+    routes = [Route(path, Asgi(handler), methods=["POST"]) for path, handler in posts.items()]
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in handlers(api, "GET").items()]
+    rest = Starlette(routes=[*routes, *more], exception_handlers=HANDLERS)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         # The most frequent requests skip Starlette's layers.
-        found = generating.get(scope["path"], rest) if scope["method"] == "POST" else rest
+        found = posts.get(scope["path"], rest) if scope["method"] == "POST" else rest
         await found(scope, receive, send)
 
     return KeyCheck(app, keys, api.metrics) if keys else app
 
 
-__all__ = ["OPERATIONS", "Asgi", "OpenAIServer", "OpenAIServerSettings", "build_app", "routes"]
+__all__ = ["OPERATIONS", "Asgi", "OpenAIServer", "OpenAIServerSettings", "build_app", "handlers"]

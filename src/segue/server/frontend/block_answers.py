@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from segue.kv import FinishReason
+from segue.engine.request import FinishReason
 from segue.server.frontend.answers import Answer, Choice, Json
 from segue.server.frontend.dialects import named_event
 from segue.server.frontend.generate import Piece

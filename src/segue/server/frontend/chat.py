@@ -1,26 +1,29 @@
-"""OpenAI's messages to what chat templates expect, and to a prompt."""
+"""A chat to a prompt: its variables, its tools, and the form of the answers to it."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from segue.engine.request import Grammar, Reasoning
-from segue.server.frontend.call_bodies import Properties, properties_of
-from segue.server.frontend.openai_types import ChatBody, Tool
+from segue.server.frontend.call_bodies import Tools, tools_by_name
+from segue.server.frontend.call_families import CallFamily, family_of
+from segue.server.frontend.json_schemas import BY_NAME, DATA, fitted
+from segue.server.frontend.params import constrained
+from segue.server.frontend.past_messages import checked
 from segue.server.frontend.problems import BadParam
 from segue.server.frontend.reasoning import ReasoningParser, WithoutThoughts, begun_by, thought_marks
 from segue.server.frontend.reply_parts import ReplyParser
+from segue.server.frontend.request_fields import ChatBody, FunctionTool, Tool
 from segue.server.frontend.response_template import ResponseForm
 from segue.server.frontend.strict_calls import call_grammar
 from segue.server.frontend.tokenizer import ModelTokenizer
-from segue.server.frontend.tools import FirstCall, ForcedParser, WithoutSpace, parser_for
+from segue.server.frontend.tools import FirstCall, ForcedParser, WithoutSpace, call_parser
 
-MAX_MESSAGES = 10_000
 MAX_TOOLS = 256
 #: That an answer can be forced to make at once.
 MAX_CALLS = 16
@@ -32,6 +35,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED = {
     "messages",
     "conversation",
+    "conversations",
     "tools",
     "documents",
     "chat_template",
@@ -61,6 +65,8 @@ class ToolUse:
     single: bool = False
     #: A tool is `strict`, and nothing makes its calls follow its schema.
     loose: bool = False
+    #: Keywords of the tools' schemas that `grammar` does not hold.
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ class ReplyForm:
     prompt: ChatPrompt
     use: ToolUse
     template: str | None
+    family: CallFamily | None = None
     response: ResponseForm | None = None
     plain: bool = False
     thoughts: bool = True
@@ -95,11 +102,11 @@ class ReplyForm:
         """A fresh parser, or None: all that the model says is text."""
         if self.use.forced or self.plain:
             return self._constrained()
-        properties = None if self.use.tools is None else properties_of(self.use.tools)
-        parser = self._parser(properties)
+        tools = None if self.use.tools is None else tools_by_name(self.use.tools)
+        parser = self._parser(tools)
         if parser is None:
             return None
-        if properties is not None:
+        if tools is not None:
             parser = WithoutSpace(parser)
         if self.use.single:
             parser = FirstCall(parser)
@@ -117,22 +124,29 @@ class ReplyForm:
         parser = ReasoningParser(marks, parser, begun=self.reasoning.begun)
         return WithoutThoughts(parser) if self.hidden else parser
 
-    def _parser(self, properties: Properties | None) -> ReplyParser | None:
+    def _parser(self, tools: Tools | None) -> ReplyParser | None:
         if self.response is not None and self.thoughts:
-            return self.response.parser(self.prompt.text, properties)
-        calls = None if properties is None else parser_for(self.template, properties)
+            return self.response.parser(self.prompt.text, tools)
         marks = thought_marks(self.template) if self.thoughts else None
+        family = None if tools is None else self.family
+        if family is None or tools is None:
+            return None if marks is None else self._reasoning(marks, None)
         if marks is None:
-            return calls
+            return call_parser(family, tools)
+        if family.open:
+            return call_parser(family, tools, self._reasoning(marks, None))
+        return self._reasoning(marks, call_parser(family, tools))
+
+    def _reasoning(self, marks: tuple[str, str], inner: ReplyParser | None) -> ReplyParser:
         begun = begun_by(self.prompt.text, marks, self.prompt.begun)
-        return ReasoningParser(marks, calls, begun=begun)
+        return ReasoningParser(marks, inner, begun=begun)
 
 
 def reply_form(
     body: ChatBody, use: ToolUse, prompt: ChatPrompt, template: str | None, tokenizer: ModelTokenizer
 ) -> ReplyForm:
     """The form of the answers to `body`, whose prompt `template` made."""
-    plain = _constrained(body)
+    plain = constrained(body)
     thoughts = body.separate_reasoning is not False
     # With reasoning in its text, a constrained answer would not be JSON.
     may_reason = thoughts if plain or use.forced else use.grammar is not None
@@ -140,6 +154,7 @@ def reply_form(
         prompt,
         use,
         template,
+        family_of(template, lambda mark: tokenizer.token_id(mark) is not None),
         tokenizer.response,
         plain=plain,
         thoughts=thoughts,
@@ -161,24 +176,9 @@ def _before_grammar(template: str | None, prompt: ChatPrompt, tokenizer: ModelTo
     return Reasoning(start, end, begun)
 
 
-def _constrained(body: ChatBody) -> bool:
-    if body.response_format is not None and body.response_format.type != "text":
-        return True
-    fields = (
-        body.structured_outputs,
-        body.guided_json,
-        body.guided_regex,
-        body.guided_choice,
-        body.guided_grammar,
-        body.regex,
-        body.json_schema,
-    )
-    return any(field is not None for field in fields)
-
-
-def effort_variables(body: ChatBody, template: str | None) -> dict[str, Any]:
-    """The variables of a chat template that `reasoning_effort` sets. Raises BadParam where the template
-    reads none."""
+def effort_variables(body: ChatBody, template: str | None) -> dict[str, Any] | None:
+    """The variables of a chat template that `reasoning_effort` sets. None: the template reads none of them,
+    and the effort is ignored."""
     effort = body.reasoning_effort
     if effort is None:
         return {}
@@ -191,95 +191,14 @@ def effort_variables(body: ChatBody, template: str | None) -> dict[str, Any]:
         found["enable_thinking"] = effort != "none"
     elif not found and effort == "none" and thought_marks(template) is None:
         return {}
-    if not found and effort != "medium":
-        raise BadParam(
-            "reasoning_effort: this model's chat template has no such setting; leave it out",
-            "reasoning_effort",
-        )
-    return found
-
-
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates want them: text parts joined, arguments of calls as objects.
-
-    Raises BadParam with the place named.
-    """
-    if not messages:
-        raise BadParam("messages: there must be at least one message", "messages")
-    if len(messages) > MAX_MESSAGES:
-        raise BadParam(f"messages: at most {MAX_MESSAGES}, not {len(messages)}", "messages")
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-
-
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise BadParam(f"{where}.role: a role is needed, such as 'user'", f"{where}.role")
-    out = dict(message)
-    content = message.get("content")
-    calls = message.get("tool_calls")
-    if content is None:
-        if not calls and role != "assistant":
-            raise BadParam(f"{where}.content: text is needed", f"{where}.content")
-        # Templates add strings; None would be printed as 'None' or raise.
-        out["content"] = ""
-    elif isinstance(content, list):
-        out["content"] = _join_parts(content, f"{where}.content")
-    elif not isinstance(content, str):
-        raise BadParam(f"{where}.content: text or a list of parts, not {_kind(content)}", f"{where}.content")
-    if isinstance(reasoning := out.pop("reasoning", None), str):
-        # vLLM's name for it.
-        out.setdefault("reasoning_content", reasoning)
-    if calls is None:
-        out.pop("tool_calls", None)
-    else:
-        out["tool_calls"] = _past_calls(calls, f"{where}.tool_calls")
-    return out
-
-
-def _join_parts(parts: list[Any], where: str) -> str:
-    texts = []
-    for i, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in ("text", "input_text", "output_text", "refusal"):
-            text = part.get("text", part.get("refusal"))
-            if not isinstance(text, str):
-                raise BadParam(f"{where}[{i}].text: text is needed", f"{where}[{i}].text")
-            texts.append(text)
-        else:
-            raise BadParam(
-                f"{where}[{i}]: this model reads text, not {kind or _kind(part)!r}", f"{where}[{i}]"
-            )
-    return "".join(texts)
-
-
-def _past_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise BadParam(f"{where}: a list of calls is needed", where)
-    out = []
-    for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadParam(f"{where}[{i}].function.name: a name is needed", f"{where}[{i}].function")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            # OpenAI sends JSON text; templates print objects. Other text stays as it was.
-            with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments) if arguments else {}
-        out.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
-    return out
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number"}
-    return names.get(type(value), "a number" if isinstance(value, float) else "null")
+    return found if found or effort == "medium" else None
 
 
 def tool_use(body: ChatBody, tokenizer: ModelTokenizer) -> ToolUse:
     """The meaning of `tools` and `tool_choice` for this model. Raises BadParam."""
     tools, choice = body.tools or [], body.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(choice.get("allowed_tools"), tools)
     if len(tools) > MAX_TOOLS:
         raise BadParam(f"tools: at most {MAX_TOOLS}, not {len(tools)}", "tools")
     for i, tool in enumerate(tools):
@@ -293,12 +212,31 @@ def tool_use(body: ChatBody, tokenizer: ModelTokenizer) -> ToolUse:
     single = body.parallel_tool_calls is False
     if choice in (None, "auto"):
         # A constrained answer is no call.
-        strict = any(tool.function.strict for tool in tools) and not _constrained(body)
-        grammar = call_grammar(tools, tokenizer.chat_template(tools=True)) if strict else None
-        return ToolUse(shown, grammar, single=single, loose=strict and grammar is None)
+        strict = any(tool.function.strict for tool in tools) and not constrained(body)
+        if not strict:
+            return ToolUse(shown, single=single)
+        bound, left_out = _bound(tools, lambda function: bool(function.strict))
+        grammar = call_grammar(bound, tokenizer.chat_template(tools=True))
+        loose = grammar is None
+        return ToolUse(shown, grammar, single=single, loose=loose, left_out=() if loose else left_out)
     if choice == "required":
-        return ToolUse(shown, _any_call(tools, 1 if single else MAX_CALLS), forced=True, single=single)
+        bound, left_out = _bound(tools, lambda function: True)
+        grammar = _any_call(bound, 1 if single else MAX_CALLS)
+        return ToolUse(shown, grammar, forced=True, single=single, left_out=left_out)
     return _named(choice, tools, shown)
+
+
+def _allowed(allowed: object, tools: list[Tool]) -> tuple[list[Tool], str]:
+    """The tools that `tool_choice` leaves, and how it chooses from them."""
+    mode, named = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(named, list):
+        raise BadParam(
+            "tool_choice: allowed_tools has a mode, 'auto' or 'required', and tools",
+            "tool_choice",
+        )
+    functions = [tool.get("function") for tool in named if isinstance(tool, dict)]
+    names = {str(function.get("name")) for function in functions if isinstance(function, dict)}
+    return [tool for tool in tools if tool.function.name in names], mode
 
 
 def _named(choice: object, tools: list[Tool], shown: list[dict[str, Any]]) -> ToolUse:
@@ -311,9 +249,27 @@ def _named(choice: object, tools: list[Tool], shown: list[dict[str, Any]]) -> To
         )
     for tool in tools:
         if tool.function.name == name:
-            schema = json.dumps(tool.function.parameters or {"type": "object"})
-            return ToolUse(shown, Grammar("json_schema", schema), forced=True, name=name)
+            [bound], left_out = _bound([tool], lambda function: True)
+            schema = json.dumps(bound.function.parameters or {"type": "object"})
+            grammar = Grammar("json_schema", schema)
+            return ToolUse(shown, grammar, forced=True, name=name, left_out=left_out)
     raise BadParam(f"tool_choice: no tool is named {name!r}", "tool_choice")
+
+
+def _bound(tools: list[Tool], binds: Callable[[FunctionTool], bool]) -> tuple[list[Tool], tuple[str, ...]]:
+    """`tools` for a grammar, which `binds` the arguments of some, and the keywords that it does not hold."""
+    made: list[Tool] = []
+    left_out: dict[str, None] = {}
+    for tool in tools:
+        function = tool.function
+        if binds(function) and function.parameters:
+            fit = fitted(function.parameters)
+            left_out |= dict.fromkeys(f"tools.{keyword}" for keyword in fit.left_out)
+            tool = msgspec.structs.replace(
+                tool, function=msgspec.structs.replace(function, parameters=fit.schema)
+            )
+        made.append(tool)
+    return made, tuple(left_out)
 
 
 def shown_tool(tool: Tool) -> dict[str, Any]:
@@ -345,11 +301,6 @@ def _any_call(tools: list[Tool], most: int) -> Grammar:
     )
 
 
-#: Keys of a JSON schema whose values are data, and those whose values are schemas by name.
-_DATA: Final = frozenset({"const", "default", "enum", "examples"})
-_BY_NAME: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
-
-
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
     """A copy of `schema` for `place` in another one: its references to itself follow it there."""
     made: dict[str, Any] = json.loads(json.dumps(schema))
@@ -362,8 +313,8 @@ def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
             for key, value in node.items():
                 if not by_name and key == "$ref" and isinstance(value, str) and value.startswith("#"):
                     node[key] = place + value[1:]
-                elif by_name or key not in _DATA:
-                    nodes.append((value, not by_name and key in _BY_NAME))
+                elif by_name or key not in DATA:
+                    nodes.append((value, not by_name and key in BY_NAME))
     return made
 
 
@@ -386,17 +337,21 @@ def chat_prompt(
         raise BadParam(
             "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
         )
-    checked = check_messages(messages)
-    if "developer" not in (tokenizer.chat_template(tools=tools is not None) or ""):
-        # OpenAI's newer name; a template that does not know it would leave the message out, or refuse it.
-        checked = [m | {"role": "system"} if m["role"] == "developer" else m for m in checked]
-    text = tokenizer.render(
-        checked,
-        tools,
-        generation_prompt=not continue_final if generation_prompt is None else generation_prompt,
-        continue_final=continue_final,
-        variables=variables or {},
-    )
+
+    def render(shaped: list[dict[str, Any]]) -> str:
+        return tokenizer.render(
+            shaped,
+            tools,
+            generation_prompt=not continue_final if generation_prompt is None else generation_prompt,
+            continue_final=continue_final,
+            variables=variables or {},
+        )
+
+    form = tokenizer.form(tools=tools is not None)
+    try:
+        text, last = form.prompt(checked(messages), render)
+    except RecursionError:
+        raise BadParam("messages: nested too deeply", "messages") from None
     # The template writes the special tokens itself.
     ids = tokenizer.encode(text, special=False, most=most)
-    return ChatPrompt(text, ids, checked[-1]["content"] if continue_final else "")
+    return ChatPrompt(text, ids, last if continue_final else "")

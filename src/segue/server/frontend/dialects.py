@@ -25,9 +25,9 @@ class Dialect:
     #: Something that clients ignore, for a stream that is quiet.
     comment = b": waiting for tokens\n\n"
 
-    def body(self, error: SegueError, request_id: str, status: int | None = None) -> dict[str, Any]:
-        """The body of an error answer, whose `status` may be another one than the error's."""
-        return body_of(error, status)
+    def body(self, error: SegueError, request_id: str) -> dict[str, Any]:
+        """The body of an error answer."""
+        return body_of(error)
 
     def event(self, error: SegueError, request_id: str) -> bytes:
         """The event of an error in a stream that has begun, before `done`."""
@@ -63,10 +63,10 @@ class MessagesDialect(Dialect):
     done = b""
     comment = named_event({"type": "ping"})
 
-    def body(self, error: SegueError, request_id: str, status: int | None = None) -> dict[str, Any]:
+    def body(self, error: SegueError, request_id: str) -> dict[str, Any]:
         """See `Dialect.body`."""
         found: Any = body_of(error)["error"]
-        kind = _ANTHROPIC_TYPES.get(status or error.status, "invalid_request_error")
+        kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
         return {
             "type": "error",
             "error": {"type": kind, "message": found["message"]},

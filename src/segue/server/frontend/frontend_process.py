@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from segue.engine.models.model_registry import ModelFamily, family_of
 from segue.engine.request import Request, SamplingParams
 from segue.kv import ConfigError, ErrorCode, ErrorInfo, SegueError
 from segue.kv.session import Backoff, awaited, background, is_loopback
@@ -57,7 +58,13 @@ async def run_frontend(
     """
     drain_s = config.limit.drain_s
     listener = listener or FrontendListener(
-        config.host, config.port, drain_s=drain_s, keys=keys, metrics=metrics, clients=config.clients
+        config.host,
+        config.port,
+        drain_s=drain_s,
+        keys=keys,
+        metrics=metrics,
+        clients=config.clients,
+        hosts=config.access.hosts,
     )
     try:
         listener.reason = "the frontend is loading the tokenizer"
@@ -194,4 +201,6 @@ def model_bounds(folder: Path, tokenizer: ModelTokenizer) -> tuple[int, int]:
     if not isinstance(context, int) or context < 1:
         raise ConfigError(f"{path} does not say how long a context may be (max_position_embeddings)")
     vocab = raw.get("vocab_size")
+    family = family_of(raw) or ModelFamily()
+    context = family.context_tokens({**raw, "max_position_embeddings": context})
     return context, max(tokenizer.vocab_size, vocab if isinstance(vocab, int) else 0)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from segue.engine.request import Output, Request, Usage, Wait
-from segue.kv import AbortedByClient, ErrorCode, ErrorInfo, FinishReason, Internal, TokenLogprob
+from segue.engine.request import FinishReason, Output, Request, TokenLogprob, Usage, Wait
+from segue.kv import AbortedByClient, ErrorCode, ErrorInfo, Internal
 from segue.kv.session import awaited
 from segue.server.frontend.backend import Generator
 from segue.server.frontend.detokenize import Detokenizer, StopStrings
@@ -126,7 +126,16 @@ class Meter:
     def started(self) -> float:
         return self._started
 
-    def first(self, sample: Sample) -> float:
+    def arrived(self, sample: Sample, tokens: int, last: float | None) -> float:
+        """`tokens` more of a sample are sent on, the previous ones at `last` (None: these are the first)."""
+        self._metrics.output_tokens.inc(tokens)
+        if last is None:
+            return self._first(sample)
+        now = self._clock()
+        self._metrics.itl.observe(now - last)
+        return now
+
+    def _first(self, sample: Sample) -> float:
         m, now = self._metrics, self._clock()
         sample.first_at = now
         m.waiting.dec()
@@ -137,15 +146,9 @@ class Meter:
         m.prompt_length.observe(prompt)
         return now
 
-    def next(self, last: float) -> float:
-        now = self._clock()
-        self._metrics.itl.observe(now - last)
-        return now
-
     def end(self, sample: Sample, *, complete: bool) -> None:
         m, first_at = self._metrics, sample.first_at
         (m.running if first_at else m.waiting).dec()
-        m.output_tokens.inc(sample.tokens)
         if sample.timeline:
             m.timeline(sample.timeline)
         if sample.usage.prefill_cached:
@@ -206,7 +209,7 @@ async def _one(
     def arrived(output: Output) -> Wait | None:
         nonlocal reason, last
         piece = sample.feed(output)
-        last = meter.first(sample) if last is None else meter.next(last)
+        last = meter.arrived(sample, len(piece.token_ids), last)
         if piece.finish is not None:
             # The workers know of their own end; not of a stop string that we saw.
             reason = None if output.finish is not None else "stop_string"

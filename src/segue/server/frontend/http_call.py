@@ -8,12 +8,13 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from segue.engine.request import Wait
-from segue.kv import AbortedByClient, RequestTimeout, RequestTooLarge, SegueError
+from segue.kv import AbortedByClient, SegueError
+from segue.kv.errors import RequestTimeout, RequestTooLarge
 from segue.server.frontend.dialects import dialect_of
 from segue.server.frontend.request_memory import SMALL_BYTES, MemoryBudget, RequestMemory
 from segue.server.frontend.trace_context import NO_TRACE
@@ -51,12 +52,20 @@ def request_id_of(scope: Scope) -> str:
     return secrets.token_hex(16)
 
 
-#: Where in an ASGI scope the check of API keys says whose key it was.
-TENANT = "segue.tenant"
+#: Where in an ASGI scope the check of API keys says whose key it was: a `KeyOwner`.
+KEY_OWNER = "segue.key_owner"
 #: Where headers stand that an answer has besides its own.
 EXTRA_HEADERS = "segue.headers"
-#: Where it says whose cached prefixes the client may use.
-CACHE_DOMAIN = "segue.cache_domain"
+
+
+class KeyOwner(NamedTuple):
+    """The rights of an API key. `tenant` is its number, empty if there is only one key; `sees` the tenant
+    whose requests it may see, empty for all; `cache_domain` that of the cached prefixes that it may use,
+    empty for the common one."""
+
+    tenant: str = ""
+    sees: str = ""
+    cache_domain: str = ""
 
 
 class HttpCall:
@@ -80,11 +89,9 @@ class HttpCall:
         self.trace = NO_TRACE
         #: makes the attributes of the inference's span; None before planning, and without spans
         self.inference: Callable[[], dict[str, Attribute]] | None = None
-        #: the number of the client's API key; empty unless the server has several
-        self.tenant = str(scope.get(TENANT, ""))
         #: the client has shown an API key
-        self.has_key = TENANT in scope
-        self.cache_domain = str(scope.get(CACHE_DOMAIN, ""))
+        self.has_key = KEY_OWNER in scope
+        self.owner: KeyOwner = scope.get(KEY_OWNER, KeyOwner())
         #: the form of errors, and the end of streams
         self.dialect = dialect_of(scope.get("path", ""))
         #: the event of an error in a stream that has begun; None: the dialect's
@@ -304,6 +311,8 @@ class EventStream:
         self._exchange.send(raw + self._call.dialect.done, last=True)
 
     async def _drained(self) -> None:
+        held, unread = self._call.held, self._exchange.unread_bytes
+        held.add(unread)
         try:
             async with asyncio.timeout(self._stall_s):
                 await self._exchange.drained()
@@ -311,6 +320,8 @@ class EventStream:
             self._call.gone = True
             self._exchange.abort()
             raise AbortedByClient(f"the client read nothing for {self._stall_s:g} s") from None
+        finally:
+            held.add(-unread)
 
 
 def _too_large(limit_bytes: int) -> RequestTooLarge:

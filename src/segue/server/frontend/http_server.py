@@ -13,7 +13,7 @@ import msgspec
 from segue.kv import SegueError
 from segue.kv.session import listening
 from segue.server.frontend.problems import body_of
-from segue.server.http.guarded_http import Guard, GuardedServer, connection_bounds, raise_descriptor_limit
+from segue.server.http.guarded_http import Guard, GuardedServer, max_connections, raise_descriptor_limit
 
 #: Deadline of a request's head, in seconds.
 HEAD_S = 10.0
@@ -36,22 +36,23 @@ def public_guard(
 ) -> Guard:
     """The limits of the public server with `descriptors` (0: the system's limit).
 
-    One address in front of many clients is normal, so only connections without a whole head count by address.
+    A quarter of the connections may wait, the others may be answered.
     """
-    pending, members = connection_bounds(descriptors or raise_descriptor_limit())
+    places = max_connections(descriptors or raise_descriptor_limit())
     return Guard(
         head_s=head_s,
         request_s=request_s,
         idle_s=idle_s,
-        max_pending=pending,
-        max_members=members,
+        max_pending=places // 4,
+        max_requests=places - places // 4,
         head_is_proof=True,
         tls_hint=_TLS_HINT,
-        body_of=_encode,
+        body_of=error_bytes,
     )
 
 
-def _encode(error: SegueError) -> bytes:
+def error_bytes(error: SegueError) -> bytes:
+    """The body of an error that no handler answers."""
     return msgspec.json.encode(body_of(error))
 
 

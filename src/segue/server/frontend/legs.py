@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from segue.kv import MAX_ROOM, Incarnation, LeaderId
-from segue.server.frontend.openai_types import read_float
+from segue.server.frontend.body_reader import read_float
 from segue.server.frontend.problems import BadParam, unparsable
 
 #: Where prefill's registry is if a router names no port.
@@ -68,7 +68,7 @@ def legs_of(raw: bytes) -> Legs:
     """The references in the body `raw`. Raises BadParam."""
     try:
         fields = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise unparsable(error) from None
     if fields.bootstrap_room is None:
         return Legs(transfer=fields.kv_transfer_params)

@@ -6,117 +6,48 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-import msgspec
-
-from segue.server.frontend.answers import Answer, Json
+from segue.server.frontend.answers import Json
 from segue.server.frontend.block_answers import Block, BlockAnswer
-from segue.server.frontend.openai_types import (
+from segue.server.frontend.body_reader import names_in, same_fields
+from segue.server.frontend.past_messages import text_of, texts_of
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.request_fields import (
+    AnthropicTool,
+    AnthropicToolChoice,
+    BodyPart,
     ChatBody,
     FunctionTool,
     JsonSchemaFormat,
-    Number,
+    MessagesBody,
+    OutputOptions,
     ResponseFormat,
     Tool,
+    TranslatedChat,
 )
-from segue.server.frontend.problems import BadParam
-from segue.server.frontend.unsupported import Refused
-
-
-class AnthropicTool(msgspec.Struct, frozen=True):
-    """A function; `input_schema` is a JSON schema."""
-
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    type: str | None = None
-    strict: bool | None = None
-
-
-class AnthropicToolChoice(msgspec.Struct, frozen=True):
-    """`auto`, `any`, `tool` with a name, or `none`."""
-
-    type: str
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class ThinkingOptions(msgspec.Struct, frozen=True):
-    """Whether the model reasons, and whether that is shown. `budget_tokens` is ignored."""
-
-    type: str
-    budget_tokens: int | None = None
-    display: str | None = None
-
-
-class OutputOptions(msgspec.Struct, frozen=True):
-    """The form of the text, and how much the model reasons."""
-
-    format: dict[str, Any] | None = None
-    effort: str | None = None
-
-
-class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/messages`, and `/v1/messages/count_tokens` where `max_tokens` is not needed."""
-
-    model: str | None = None
-    messages: list[dict[str, Any]]
-    max_tokens: int | None = None
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: int | None = None
-    tools: list[AnthropicTool] | None = None
-    tool_choice: AnthropicToolChoice | None = None
-    thinking: ThinkingOptions | None = None
-    output_config: OutputOptions | None = None
-    metadata: dict[str, Any] | None = None
-
-
-REFUSED_IN_MESSAGES: Final[Refused] = {
-    "container": (),
-    "context_management": ({},),
-    "mcp_servers": ([],),
-    "prefill": (),
-}
-IGNORED_IN_MESSAGES: Final = frozenset(
-    {
-        *("betas", "cache_control", "diagnostics", "inference_geo", "service_tier", "speed"),
-        *("user_profile_id", "workspace_id"),
-    }
-)
-
 
 #: The names of a chat's fields in this API.
-MESSAGES_NAMES: Final = {
-    "messages": "messages",
-    "stop": "stop_sequences",
+MESSAGES_NAMES: Final = names_in(BodyPart.MESSAGES, BodyPart.CHAT) | {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
 
 
-def chat_of_messages(body: MessagesBody) -> ChatBody:
+def chat_of_messages(body: MessagesBody) -> TranslatedChat:
     """The chat that `body` asks for, without its `max_tokens`. Raises BadParam for what is not built."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _texts(body.system, "system")})
+        messages.append({"role": "system", "content": texts_of(body.system, "system")})
     for i, message in enumerate(body.messages):
         messages += _chat_messages(message, f"messages[{i}]")
     choice, thinking = body.tool_choice, body.thinking
     output = body.output_config or OutputOptions()
     variables = None if thinking is None else {"enable_thinking": thinking.type != "disabled"}
     user = (body.metadata or {}).get("user_id")
-    return ChatBody(
-        model=body.model,
+    tools = body.tools or []
+    chat = ChatBody(
+        **same_fields(body, BodyPart.MESSAGES, BodyPart.CHAT),
         messages=messages,
-        stop=body.stop_sequences,
-        stream=body.stream,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])] or None,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools) if _own(tool)] or None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         # An answer that the client has begun is continued.
@@ -127,6 +58,7 @@ def chat_of_messages(body: MessagesBody) -> ChatBody:
         response_format=_response_format(output.format),
         user=user if isinstance(user, str) else None,
     )
+    return TranslatedChat(chat, [f"tools.{tool.type}" for tool in tools if not _own(tool)])
 
 
 def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -142,24 +74,22 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     for i, block in enumerate(content):
         at = f"{where}.content[{i}]"
         match block.get("type") if isinstance(block, dict) else None:
-            case "text":
-                texts.append(_text(block, "text", at))
             case "thinking":
-                thoughts.append(_text(block, "thinking", at))
+                thoughts.append(_thought(block, at))
             case "redacted_thinking":
                 pass
             case "tool_use":
-                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": block.get("name"), "arguments": arguments}
+                function = {"name": block.get("name"), "arguments": block.get("input")}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "tool_result":
-                text = _texts(block.get("content") or "", f"{at}.content")
-                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
-            case kind:
-                raise BadParam(f"{at}.type: this model reads text, not {kind!r}", at)
+                found = texts_of(block.get("content") or "", f"{at}.content", past=True)
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": found})
+            case _:
+                # Blocks of server tools are shown as they are.
+                texts.append(text_of(block, at, past=True))
     said: list[dict[str, Any]] = []
     if texts or calls or thoughts:
-        said = [{"role": role, "content": "".join(texts)}]
+        said = [{"role": role, "content": texts}]
         if thoughts:
             said[0]["reasoning_content"] = "".join(thoughts)
         if calls:
@@ -167,29 +97,21 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return results + said
 
 
-def _text(block: dict[str, Any], name: str, where: str) -> str:
-    text = block.get(name)
+def _thought(block: dict[str, Any], where: str) -> str:
+    text = block.get("thinking")
     if not isinstance(text, str):
-        raise BadParam(f"{where}.{name}: text is needed", f"{where}.{name}")
+        raise BadParam(f"{where}.thinking: text is needed", f"{where}.thinking")
     return text
 
 
-def _texts(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadParam(f"{where}: text or a list of text blocks", where)
-    texts = []
-    for i, block in enumerate(content):
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise BadParam(f"{where}[{i}].type: this model reads text only", f"{where}[{i}]")
-        texts.append(_text(block, "text", f"{where}[{i}]"))
-    return "\n".join(texts)
+def _own(tool: AnthropicTool) -> bool:
+    """Whether it is a function of the client."""
+    return tool.type in (None, "custom")
 
 
 def _tool(tool: AnthropicTool, where: str) -> Tool:
-    if tool.type not in (None, "custom"):
-        raise BadParam(f"{where}.type: only functions of the client are known", f"{where}.type")
+    if tool.name is None:
+        raise BadParam(f"{where}.name: a function has a name", f"{where}.name")
     return Tool(FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
@@ -216,10 +138,7 @@ def _response_format(form: dict[str, Any] | None) -> ResponseFormat | None:
 
 
 class MessagesAnswer(BlockAnswer):
-    """The `message` object and its events. Nothing of `body` is repeated in it."""
-
-    def __init__(self, chat: Answer, body: MessagesBody) -> None:
-        super().__init__(chat)
+    """The `message` object and its events. Nothing of the body is repeated in it."""
 
     def begin(self) -> Iterator[Json]:
         message = self._message() | {"usage": self._counts()}

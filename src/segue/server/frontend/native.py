@@ -2,157 +2,114 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from segue.kv import FinishReason
+from segue.engine.request import FinishReason, TokenLogprob
 from segue.server.frontend.answers import Answer, Choice, Json, append_items
+from segue.server.frontend.body_reader import names_in, read_body, same_fields
 from segue.server.frontend.generate import Piece
-from segue.server.frontend.openai_types import CompletionBody, Number, read_float
-from segue.server.frontend.params import ModelCard, check_kept_logprobs
+from segue.server.frontend.params import ModelCard
 from segue.server.frontend.plan import Plan, Planner
-from segue.server.frontend.problems import BadParam, unparsable
-from segue.server.frontend.unsupported import Refused, refuse, with_refused
+from segue.server.frontend.problems import BadParam, renamed
+from segue.server.frontend.request_fields import BodyPart, CompletionBody, NativeBody
 
 _DEFAULT_TOKENS = 128
 _encode: Final = msgspec.json.Encoder().encode
-_OFF: Final[tuple[object, ...]] = (False, 0, "", [], {})
-
-#: Fields refused in `/generate`.
-REFUSED_IN_GENERATE: Final[Refused] = {
-    "audio_data": _OFF,
-    "custom_logit_processor": _OFF,
-    "image_data": _OFF,
-    "input_embeds": _OFF,
-    "lora_path": _OFF,
-    "return_hidden_states": _OFF,
-    "return_routed_experts": _OFF,
-    "session_params": _OFF,
-    "video_data": _OFF,
-}
-#: Fields refused in its `sampling_params`.
-REFUSED_IN_SAMPLING_PARAMS: Final[Refused] = {
-    "custom_params": _OFF,
-    "ebnf": _OFF,
-    "spaces_between_special_tokens": (True,),
-    "stop_regex": _OFF,
-    "structural_tag": _OFF,
-}
-
-
-class NativeSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """`sampling_params`, by SGLang's names."""
-
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: int | None = None
-    min_p: Number | None = None
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    repetition_penalty: Number | None = None
-    logit_bias: dict[int, Number] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    n: int | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    sampling_seed: int | None = None
-
-
-_Sampling: type[NativeSampling] = with_refused(NativeSampling, REFUSED_IN_SAMPLING_PARAMS)  # type: ignore[assignment]
-
-
-class NativeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /generate`: a text or token ids, or a list of either."""
-
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: _Sampling | None = None  # type: ignore[valid-type]
-    stream: bool | None = None
-    return_logprob: bool | list[bool] | None = None
-    top_logprobs_num: int | list[int] | None = None
-    rid: str | list[str] | None = None
-    cache_salt: str | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
-    disagg_prefill_dp_rank: int | None = None
-
-
-_decoder: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(
-    with_refused(NativeBody, REFUSED_IN_GENERATE), float_hook=read_float
-)
 
 
 def read_native(raw: bytes) -> NativeBody:
     """Raises BadParam for what is no such body, or asks for what is not built."""
-    try:
-        body: NativeBody = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise unparsable(error) from None
-    refuse(body, REFUSED_IN_GENERATE)
-    refuse(body.sampling_params, REFUSED_IN_SAMPLING_PARAMS, "sampling_params.")
+    body = read_body(raw, NativeBody)
     if (body.text is None) == (body.input_ids is None):
         raise BadParam("either text or input_ids is needed", "text")
     return body
 
 
+class PromptLogprobs(NamedTuple):
+    """The log-probabilities that one prompt's answer shows: of so many alternatives, and of the prompt from a
+    token on (-1: of none of its tokens)."""
+
+    shown: bool = False
+    start: int = -1
+    top: int = 0
+
+
+def _logprobs(body: NativeBody) -> list[PromptLogprobs]:
+    """The log-probabilities that each prompt's answer shows. Raises BadParam for lists of another length."""
+    count = _prompt_count(body)
+    each = []
+    for name, default in (("return_logprob", False), ("logprob_start_len", -1), ("top_logprobs_num", 0)):
+        value = getattr(body, name)
+        values = value if isinstance(value, list) else [default if value is None else value] * count
+        if len(values) != count:
+            raise BadParam(f"{name}: one for each of {count} prompts, not {len(values)}", name)
+        each.append(values)
+    return [
+        PromptLogprobs(shown, start, top) if shown else PromptLogprobs()
+        for shown, start, top in zip(*each, strict=True)
+    ]
+
+
+def _prompt_count(body: NativeBody) -> int:
+    prompts = body.text if body.input_ids is None else body.input_ids
+    return len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+
+
 def as_completion(body: NativeBody) -> CompletionBody:
-    """The same request in OpenAI's terms."""
-    s: NativeSampling = body.sampling_params or _Sampling()
-    logprobs = any(body.return_logprob) if isinstance(body.return_logprob, list) else body.return_logprob
-    top = (
-        max(body.top_logprobs_num, default=0)
-        if isinstance(body.top_logprobs_num, list)
-        else body.top_logprobs_num
-    )
+    """The same request in OpenAI's terms. Raises BadParam."""
+    s = body.sampling_params
+    chosen = {} if s is None else same_fields(s, BodyPart.SAMPLING_PARAMS, BodyPart.COMPLETIONS)
+    if chosen.get("max_tokens") is None:
+        chosen["max_tokens"] = _DEFAULT_TOKENS
+    logprobs = _logprobs(body)
+    of_prompts = any(one.start >= 0 for one in logprobs)
     prompt: Any = body.text if body.input_ids is None else body.input_ids
     return CompletionBody(
+        **chosen,
+        **same_fields(body, BodyPart.GENERATE, BodyPart.COMPLETIONS),
         prompt=prompt,
-        stream=body.stream,
-        max_tokens=_DEFAULT_TOKENS if s.max_new_tokens is None else s.max_new_tokens,
-        min_tokens=s.min_new_tokens,
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        frequency_penalty=s.frequency_penalty,
-        presence_penalty=s.presence_penalty,
-        repetition_penalty=s.repetition_penalty,
-        logit_bias=s.logit_bias,
-        stop=s.stop,
-        stop_token_ids=s.stop_token_ids,
-        ignore_eos=s.ignore_eos,
-        skip_special_tokens=s.skip_special_tokens,
-        include_stop_str_in_output=s.no_stop_trim,
-        n=s.n,
-        json_schema=s.json_schema,
-        regex=s.regex,
-        seed=s.sampling_seed,
-        logprobs=(top or 0) if logprobs else None,
+        logprobs=max(one.top for one in logprobs) if any(one.shown for one in logprobs) else None,
+        echo=of_prompts or chosen["max_tokens"] == 0,
         return_token_ids=True,
-        cache_salt=body.cache_salt,
-        routed_dp_rank=body.routed_dp_rank,
-        data_parallel_rank=body.data_parallel_rank,
-        disagg_prefill_dp_rank=body.disagg_prefill_dp_rank,
     )
+
+
+#: Names of `CompletionBody`'s fields in this API.
+_NAMES: Final = names_in(BodyPart.SAMPLING_PARAMS, BodyPart.COMPLETIONS) | {"logprobs": "top_logprobs_num"}
 
 
 def native_plan(
     planner: Planner, native: NativeBody, body: CompletionBody, card: ModelCard, call_id: str
 ) -> Plan:
     """The plan of `body`, which is `native` in OpenAI's terms, answered in SGLang's form. Raises BadParam."""
-    plan = planner.completion(body, card, call_id)
+    try:
+        plan = planner.completion(body, card, call_id, keeps_streamed=True)
+    except BadParam as error:
+        raise renamed(
+            error, _NAMES | {"prompt": "text" if native.input_ids is None else "input_ids"}
+        ) from None
     prompts = native.text if native.input_ids is None else native.input_ids
     many = isinstance(prompts, list) and not isinstance(prompts[0], int)
-    # Its streams keep what they have said, too.
-    check_kept_logprobs([sample.request for sample in plan.samples], whole=True)
-    answer = NativeAnswer(plan.answer, native.rid or call_id, batch=many or len(plan.samples) > 1)
+    logprobs = _logprobs(native)
+    for choice in plan.answer.choices:
+        start, tokens = logprobs[choice.prompt].start, len(choice.sample.request.prompt)
+        if start >= tokens:
+            raise BadParam(
+                f"logprob_start_len: at most {tokens - 1} with a prompt of {tokens} tokens, not {start}",
+                "logprob_start_len",
+            )
+    answer = NativeAnswer(
+        plan.answer,
+        native.rid or call_id,
+        batch=many or len(plan.samples) > 1,
+        logprobs=logprobs,
+        with_text=bool(native.return_text_in_logprobs),
+        prompt_only=body.max_tokens == 0,
+    )
     return Plan(answer, plan.stream, include_usage=False)
 
 
@@ -167,22 +124,15 @@ _MAX_CREDIT: Final = 2**20
 class _SoFar:
     """The output of one sample so far, as JSON: each piece is encoded once."""
 
-    __slots__ = ("credit", "ids", "logprobs", "text", "top")
-
     def __init__(self) -> None:
-        self.text, self.ids, self.logprobs, self.top = (bytearray() for _ in range(4))
+        self.text, self.ids = bytearray(), bytearray()
+        #: items of lists of log-probabilities, by the list's name
+        self.logprobs: defaultdict[str, bytearray] = defaultdict(bytearray)
         self.credit = 0
 
     @property
     def nbytes(self) -> int:
-        return len(self.text) + len(self.ids) + len(self.logprobs) + len(self.top)
-
-    def add(self, piece: Piece) -> None:
-        """Append what a piece brings."""
-        self.text += _encode(piece.text)[1:-1]
-        append_items(self.ids, piece.token_ids)
-        append_items(self.logprobs, [(lp.logprob, lp.token, None) for lp in piece.logprobs])
-        append_items(self.top, [[(value, token, None) for token, value in lp.top] for lp in piece.logprobs])
+        return len(self.text) + len(self.ids) + sum(map(len, self.logprobs.values()))
 
     def due(self, tokens: int) -> bool:
         """Whether an event of all so far may be sent, with so many new tokens."""
@@ -203,10 +153,22 @@ class NativeAnswer(Answer):
 
     keeps_streamed = True
 
-    def __init__(self, answer: Answer, rid: str | list[str], *, batch: bool) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        rid: str | list[str],
+        *,
+        batch: bool,
+        logprobs: Sequence[PromptLogprobs],
+        with_text: bool = False,
+        prompt_only: bool = False,
+    ) -> None:
         super().__init__(answer.shape, answer.choices, answer.tokenizer)
         self._rid = rid
         self._batch = batch
+        self._logprobs = logprobs
+        self._with_text = with_text
+        self._prompt_only = prompt_only
         self._so_far = [_SoFar() for _ in answer.choices]
 
     @property
@@ -216,9 +178,13 @@ class NativeAnswer(Answer):
 
     def add(self, index: int, piece: Piece) -> None:
         """See `Answer.add`."""
-        self._so_far[index].add(piece)
+        choice, so_far = self.choices[index], self._so_far[index]
+        if not self._prompt_only:
+            so_far.text += _encode(piece.text)[1:-1]
+            append_items(so_far.ids, piece.token_ids)
+        for name, items in self.shown_logprobs(choice, piece).items():
+            append_items(so_far.logprobs[name], items)
         if piece.finish is not None:
-            choice = self.choices[index]
             choice.finish, choice.stop_reason = piece.finish, piece.stop_reason
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
@@ -231,8 +197,28 @@ class NativeAnswer(Answer):
         return [{**one, "index": index} if self._batch else one]
 
     def shown_logprobs(self, choice: Choice, piece: Piece) -> dict[str, list[Any]]:
-        """None: `add` keeps them in SGLang's form."""
-        return {}
+        """See `Answer.shown_logprobs`: by SGLang's names, a token as its log-probability, id and text."""
+        asked = self._logprobs[choice.prompt]
+        shown: dict[str, list[Any]] = {}
+        if asked.start >= 0 and piece.prompt_logprobs is not None:
+            # The first token that is shown has no probability, wherever it stands.
+            ids = choice.sample.request.prompt[asked.start :]
+            after = piece.prompt_logprobs[asked.start + 1 :]
+            shown["input_token_logprobs"] = [self._token(ids[0], None), *map(self._chosen, after)]
+            shown["input_top_logprobs"] = [None, *(self._top(one, asked.top) for one in after)]
+        if asked.shown and not self._prompt_only:
+            shown["output_token_logprobs"] = [self._chosen(one) for one in piece.logprobs]
+            shown["output_top_logprobs"] = [self._top(one, asked.top) for one in piece.logprobs]
+        return shown
+
+    def _token(self, token: int, logprob: float | None) -> tuple[float | None, int, str | None]:
+        return logprob, token, self.tokenizer.token_text(token) if self._with_text else None
+
+    def _chosen(self, one: TokenLogprob | None) -> tuple[float | None, int, str | None] | None:
+        return None if one is None else self._token(one.token, one.logprob)
+
+    def _top(self, one: TokenLogprob | None, count: int) -> list[tuple[float | None, int, str | None]] | None:
+        return None if one is None else [self._token(token, value) for token, value in one.top[:count]]
 
     def whole(self) -> Any:
         found = [self._one(i, choice) for i, choice in enumerate(self.choices)]
@@ -245,17 +231,21 @@ class NativeAnswer(Answer):
         sample, rid, so_far = choice.sample, self._rid, self._so_far[index]
         if isinstance(rid, list):
             rid = rid[choice.prompt] if choice.prompt < len(rid) else self.shape.id
+        tokens = 0 if self._prompt_only else sample.tokens
         meta: Json = {
             "id": rid,
-            "finish_reason": _finish(choice, sample.tokens),
+            "finish_reason": _finish(choice, tokens),
             "prompt_tokens": len(sample.request.prompt),
-            "completion_tokens": sample.tokens,
+            "completion_tokens": tokens,
             "cached_tokens": sample.usage.decode_cached + sample.usage.prefill_cached,
         }
-        if self.shape.logprobs:
-            meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = _list(so_far.logprobs)
-            meta["output_top_logprobs"] = _list(so_far.top)
+        asked = self._logprobs[choice.prompt]
+        if asked.shown:
+            sides = ("input", "output")
+            meta |= {
+                f"{side}_token_logprobs": _list(so_far.logprobs[f"{side}_token_logprobs"]) for side in sides
+            }
+            meta |= {f"{side}_top_logprobs": _list(so_far.logprobs[f"{side}_top_logprobs"]) for side in sides}
         text = msgspec.Raw(b'"' + so_far.text + b'"')
         return {"text": text, "output_ids": _list(so_far.ids), "meta_info": meta}
 
@@ -263,6 +253,6 @@ class NativeAnswer(Answer):
 def _finish(choice: Choice, tokens: int) -> Json | None:
     if choice.finish is None:
         return None
-    if choice.finish is FinishReason.LENGTH:
+    if choice.finish is FinishReason.LENGTH or not tokens:
         return {"type": "length", "length": tokens}
     return {"type": "stop", "matched": choice.stop_reason}

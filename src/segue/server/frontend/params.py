@@ -11,25 +11,25 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from segue.engine.request import Grammar, RankHints, Reasoning, Request, SamplingParams
-from segue.server.frontend.openai_types import GenerateFields, Number
+from segue.server.frontend.body_forms import check_levels
+from segue.server.frontend.body_reader import RANGES, constraints_in
+from segue.server.frontend.json_schemas import fitted
 from segue.server.frontend.problems import BadParam
+from segue.server.frontend.request_fields import BodyPart, Constrains, GenerateFields, Number, Range
 from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults
 
-MAX_SAMPLES = 128
-MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
-MAX_STOP_IDS = 128
-MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 100_000
 #: Log-probabilities that one answer may keep, of all samples: some 55 MiB as JSON.
 MAX_KEPT_LOGPROBS = 2**20
 #: Bytes of prompts that one answer may repeat, in all its samples.
 MAX_REPEATED_BYTES = 8 * 2**20
-MAX_CACHE_SALT = 1000
 _SEED_MASK = 2**63 - 1
 
 
@@ -60,11 +60,8 @@ def asked_tokens(body: GenerateFields) -> tuple[int | None, str]:
 
 
 def samples(body: GenerateFields) -> int:
-    """`n`, checked."""
-    n = 1 if body.n is None else body.n
-    if not 1 <= n <= MAX_SAMPLES:
-        raise BadParam(f"n: from 1 to {MAX_SAMPLES}, not {n}", "n")
-    return n
+    """The samples of each prompt."""
+    return 1 if body.n is None else body.n
 
 
 def header_rank(text: str) -> int:
@@ -76,10 +73,6 @@ def header_rank(text: str) -> int:
 
 def rank_hints(body: GenerateFields) -> RankHints:
     """The DP ranks that the client asks for; whether they exist, the placement knows."""
-    for name in ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"):
-        rank = getattr(body, name)
-        if rank is not None and not 0 <= rank < 2**16:
-            raise BadParam(f"{name}: a rank from 0 on, not {rank}", name)
     routed = body.routed_dp_rank
     return RankHints(
         routed_dp_rank=body.data_parallel_rank if routed is None else routed,
@@ -94,22 +87,17 @@ def waiting_order(body: GenerateFields, tenant: str, *, trusted: bool) -> tuple[
     The fields of a `trusted` client count: its priority, and a digest of its `user` if its key names no
     tenant. Other clients would choose their own place among all.
     """
-    priority = body.priority or 0
-    if not -(2**31) <= priority < 2**31:
-        raise BadParam(f"priority: a number of 32 bits, lower is earlier, not {priority}", "priority")
     if not trusted:
         return 0, tenant
     if not tenant and body.user:
         tenant = hashlib.sha256(body.user.encode()).hexdigest()[:12]
-    return priority, tenant
+    return body.priority or 0, tenant
 
 
 def cache_salt(body: GenerateFields, domain: str) -> int:
     """The number that separates cached prefixes: 0 for the common ones, else a number of the API key's
     `domain` and of the body's `cache_salt`."""
     salt = body.cache_salt or ""
-    if len(salt) > MAX_CACHE_SALT:
-        raise BadParam(f"cache_salt: at most {MAX_CACHE_SALT} characters, not {len(salt)}", "cache_salt")
     if not domain and not salt:
         return 0
     # The domain has no zero byte, so no salt makes one domain another.
@@ -179,32 +167,19 @@ def sampling(
             max_tokens_param,
             "context_length_exceeded",
         )
-    min_tokens = _within("min_tokens", body.min_tokens, 0, max_tokens, 0)
-    defaults = card.defaults
-    top_k = _within("top_k", body.top_k, -1, card.vocab_size, defaults.top_k)
+    if body.min_tokens is not None:
+        Range(0, max_tokens).check("min_tokens", body.min_tokens)
+    if body.top_k is not None:
+        Range(-1, card.vocab_size).check("top_k", body.top_k)
     return SamplingParams(
+        **_numbers(body, card),
         max_tokens=max_tokens,
-        min_tokens=int(min_tokens),
-        temperature=_within("temperature", body.temperature, 0.0, 2.0, defaults.temperature),
-        top_p=_within("top_p", body.top_p, 0.0, 1.0, defaults.top_p, open_low=True),
-        top_k=max(0, int(top_k)),
-        min_p=_within("min_p", body.min_p, 0.0, 1.0, defaults.min_p),
-        presence_penalty=_within("presence_penalty", body.presence_penalty, -2.0, 2.0, 0.0),
-        frequency_penalty=_within("frequency_penalty", body.frequency_penalty, -2.0, 2.0, 0.0),
-        repetition_penalty=_within(
-            "repetition_penalty",
-            body.repetition_penalty,
-            0.0,
-            10.0,
-            defaults.repetition_penalty,
-            open_low=True,
-        ),
         logit_bias=_logit_bias(body.logit_bias, card),
         seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
         stop_token_ids=_stop_ids(body.stop_token_ids, card),
         ignore_eos=bool(body.ignore_eos),
-        logprobs=_logprobs("logprobs", logprobs),
-        prompt_logprobs=_logprobs("logprobs", prompt_logprobs),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         reasoning=reasoning,
     )
@@ -215,20 +190,22 @@ def most_tokens(n: int, logprobs: int) -> int:
     return MAX_KEPT_LOGPROBS // (n * (1 + logprobs))
 
 
-def check_kept_logprobs(requests: Sequence[Request], *, whole: bool) -> None:
+def check_kept_logprobs(requests: Sequence[Request], *, stream: bool, keeps_streamed: bool = False) -> None:
     """Raises BadParam for more log-probabilities than an answer may keep: those of prompts, which come at
-    once, and with `whole` those of all tokens."""
-    kept = 0
+    once, and those of all tokens, unless it is a stream that does not keep them."""
+    prompts = tokens = 0
     for request in requests:
         asked = request.sampling
         if asked.prompt_logprobs is not None:
-            kept += len(request.prompt) * (1 + asked.prompt_logprobs)
-        if whole and asked.logprobs is not None:
-            kept += asked.max_tokens * (1 + asked.logprobs)
+            prompts += len(request.prompt) * (1 + asked.prompt_logprobs)
+        if asked.logprobs is not None:
+            tokens += asked.max_tokens * (1 + asked.logprobs)
+    kept = prompts + (tokens if keeps_streamed or not stream else 0)
     if kept > MAX_KEPT_LOGPROBS:
+        streams = not stream and not keeps_streamed and prompts <= MAX_KEPT_LOGPROBS
         raise BadParam(
             f"logprobs: up to {kept} log-probabilities in one answer, of at most {MAX_KEPT_LOGPROBS}; "
-            "lower n, max_tokens or the number of alternatives, or set stream",
+            f"lower n, max_tokens or the number of alternatives{', or set stream' if streams else ''}",
             "logprobs",
         )
 
@@ -243,13 +220,21 @@ def check_repeated(nbytes: int) -> None:
         )
 
 
-def grammar_of(body: GenerateFields) -> Grammar | None:
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A grammar, and the keywords of a JSON schema that it does not hold."""
+
+    grammar: Grammar
+    left_out: tuple[str, ...] = ()
+
+
+def constraint_of(body: GenerateFields) -> Constraint | None:
     """The constraint on the output, from whichever field carries it. At most one may."""
-    found: list[tuple[str, Grammar]] = []
+    found: list[tuple[str, Constraint]] = []
     form = body.response_format
     if form is not None:
         if form.type == "json_object":
-            found.append(("response_format", Grammar("json_object")))
+            found.append(("response_format", Constraint(Grammar("json_object"))))
         elif form.type == "json_schema":
             if form.json_schema is None or form.json_schema.schema is None:
                 raise BadParam(
@@ -261,41 +246,50 @@ def grammar_of(body: GenerateFields) -> Grammar | None:
                 f"response_format.type: text, json_object or json_schema, not {form.type!r}",
                 "response_format.type",
             )
-    other = body.structured_outputs
-    for param, json_schema, regex, choice, lark in (
-        ("guided_json", body.guided_json, None, None, None),
-        ("guided_regex", None, body.guided_regex, None, None),
-        ("guided_choice", None, None, body.guided_choice, None),
-        ("guided_grammar", None, None, None, body.guided_grammar),
-        ("regex", None, body.regex, None, None),
-        ("json_schema", body.json_schema, None, None, None),
-        *([("structured_outputs", other.json, other.regex, other.choice, other.grammar)] if other else []),
-    ):
-        if json_schema is not None:
-            found.append((param, _schema(param, json_schema)))
-        if regex is not None:
-            found.append((param, Grammar("regex", regex)))
-        if choice is not None:
-            if not choice:
-                raise BadParam(f"{param}: at least one choice is needed", param)
-            found.append((param, Grammar("regex", "|".join(f"({re.escape(c)})" for c in choice))))
-        if lark is not None:
-            found.append((param, Grammar("lark", lark)))
-    if other is not None and other.json_object:
-        found.append(("structured_outputs", Grammar("json_object")))
+    given = [(name, kind, getattr(body, name)) for name, kind in _CONSTRAINTS]
+    if (inner := body.structured_outputs) is not None:
+        given += [("structured_outputs", kind, getattr(inner, name)) for name, kind in _INNER_CONSTRAINTS]
+    for param, kind, value in given:
+        if value is not None and (value or kind is not Constrains.JSON_OBJECT):
+            found.append((param, _constraint(param, kind, value)))
     if len(found) > 1:
         raise BadParam(f"only one constraint on the output, not {len(found)}", found[1][0])
-    for param, grammar in found:
-        if len(grammar.text) > MAX_GRAMMAR_CHARS:
+    for param, constraint in found:
+        if len(constraint.grammar.text) > MAX_GRAMMAR_CHARS:
             raise BadParam(f"{param}: at most {MAX_GRAMMAR_CHARS} characters", param)
     return found[0][1] if found else None
 
 
-def _schema(param: str, schema: str | bool | dict[str, Any]) -> Grammar:
+#: Fields of a body, and of its `structured_outputs`.
+_CONSTRAINTS: Final = constraints_in(BodyPart.CHAT)
+_INNER_CONSTRAINTS: Final = constraints_in(BodyPart.STRUCTURED_OUTPUTS)
+
+
+def _constraint(param: str, kind: Constrains, value: Any) -> Constraint:
+    if kind is Constrains.JSON_SCHEMA:
+        return _schema(param, value)
+    if kind is Constrains.CHOICE:
+        if not value:
+            raise BadParam(f"{param}: at least one choice is needed", param)
+        return Constraint(Grammar("regex", "|".join(f"({re.escape(choice)})" for choice in value)))
+    return Constraint(Grammar(kind.value, "" if kind is Constrains.JSON_OBJECT else value))
+
+
+def constrained(body: GenerateFields) -> bool:
+    """Whether the answer is not free text."""
+    if body.response_format is not None and body.response_format.type != "text":
+        return True
+    return body.structured_outputs is not None or any(
+        getattr(body, name) is not None for name, _ in _CONSTRAINTS
+    )
+
+
+def _schema(param: str, schema: str | bool | dict[str, Any]) -> Constraint:
     if isinstance(schema, str):
+        check_levels(schema.encode(), param, param)
         try:
             schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise BadParam(f"{param}: not JSON: {error}", param) from None
     if schema is False:
         raise BadParam(f"{param}: the JSON schema false admits no output", param)
@@ -304,58 +298,38 @@ def _schema(param: str, schema: str | bool | dict[str, Any]) -> Grammar:
     if not isinstance(schema, dict):
         raise BadParam(f"{param}: a JSON schema is an object, true or false", param)
     try:
-        return Grammar("json_schema", json.dumps(schema))
+        made = fitted(schema)
+        names = tuple(f"{param}.{keyword}" for keyword in made.left_out)
+        return Constraint(Grammar("json_schema", json.dumps(made.schema)), names)
     except RecursionError:
         raise BadParam(f"{param}: nested too deeply", param) from None
 
 
-def _within(
-    name: str, value: Number | None, low: float, high: float, default: float, *, open_low: bool = False
-) -> float:
-    """`value` if it lies in [low, high] (or (low, high]), the default if there is none."""
-    if value is None:
-        return default
-    value = _number(name, value)
-    if not low <= value <= high or (open_low and value == low):
-        bound = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise BadParam(f"{name}: {bound}, not {value:g}", name)
-    return value
+#: The type of each field of `SamplingParams` that is a number of the table.
+_NUMBERS: Final = {
+    f.name: type(f.default) for f in msgspec.structs.fields(SamplingParams) if f.name in RANGES
+}
 
 
-def _number(name: str, value: Number) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadParam(f"{name}: a number is needed", name)
-    try:
-        return float(value)
-    except OverflowError:
-        raise BadParam(f"{name}: out of range", name) from None
-
-
-def _logprobs(name: str, value: int | None) -> int | None:
-    if value is not None and not 0 <= value <= MAX_LOGPROBS:
-        raise BadParam(f"{name}: from 0 to {MAX_LOGPROBS} alternatives, not {value}", name)
-    return value
+def _numbers(body: GenerateFields, card: ModelCard) -> dict[str, Any]:
+    found = {}
+    for name, number in _NUMBERS.items():
+        value = getattr(body, name)
+        default = getattr(card.defaults, name, RANGES[name].default)
+        found[name] = number(default if value is None else value)
+    return {**found, "top_k": max(0, found["top_k"])}
 
 
 def _logit_bias(bias: dict[int, Number] | None, card: ModelCard) -> dict[int, float]:
-    if not bias:
-        return {}
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise BadParam(f"logit_bias: at most {MAX_LOGIT_BIAS} tokens, not {len(bias)}", "logit_bias")
-    for token, value in bias.items():
+    for token, value in (bias or {}).items():
         if not 0 <= token < card.vocab_size:
             raise BadParam(f"logit_bias: token {token} is not in the vocabulary", "logit_bias")
-        if not -100 <= _number("logit_bias", value) <= 100:
-            raise BadParam(f"logit_bias: from -100 to 100, not {value:g}", "logit_bias")
-    return {token: float(value) for token, value in bias.items()}
+        Range(-100, 100).check("logit_bias", value)
+    return {token: float(value) for token, value in (bias or {}).items()}
 
 
 def _stop_ids(ids: list[int] | None, card: ModelCard) -> list[int]:
-    if not ids:
-        return []
-    if len(ids) > MAX_STOP_IDS:
-        raise BadParam(f"stop_token_ids: at most {MAX_STOP_IDS}, not {len(ids)}", "stop_token_ids")
-    for token in ids:
+    for token in ids or []:
         if not 0 <= token < card.vocab_size:
             raise BadParam(f"stop_token_ids: token {token} is not in the vocabulary", "stop_token_ids")
-    return ids
+    return ids or []

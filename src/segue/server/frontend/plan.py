@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +16,13 @@ from segue.server.frontend.answers import Answer, ChatAnswer, Choice, Completion
 from segue.server.frontend.chat import ReplyForm, chat_prompt, effort_variables, reply_form, tool_use
 from segue.server.frontend.detokenize import decode_in_pieces
 from segue.server.frontend.generate import Sample
-from segue.server.frontend.openai_types import ChatBody, CompletionBody, GenerateFields
 from segue.server.frontend.params import (
-    MAX_SAMPLES,
     ModelCard,
     Text,
     asked_tokens,
     check_kept_logprobs,
     check_prompt,
-    grammar_of,
+    constraint_of,
     most_tokens,
     rank_hints,
     samples,
@@ -32,7 +31,8 @@ from segue.server.frontend.params import (
     too_long,
 )
 from segue.server.frontend.problems import BadParam
-from segue.server.frontend.request_memory import SAMPLE_BYTES, TOKEN_BYTES
+from segue.server.frontend.request_fields import MAX_SAMPLES, ChatBody, CompletionBody, GenerateFields
+from segue.server.frontend.request_memory import SAMPLE_BYTES, TOKEN_BYTES, decoded_bytes
 from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -41,12 +41,14 @@ _DEFAULT_COMPLETION_TOKENS = 16
 @dataclass(slots=True)
 class Plan:
     """The generations to run and the form of the answer. `ignored` names fields of the body that have no
-    effect."""
+    effect. `tools_bytes` is about what the tools take by which calls are read, also those that no template
+    shows."""
 
     answer: Answer
     stream: bool
     include_usage: bool
     ignored: Sequence[str] = ()
+    tools_bytes: int = 0
 
     @property
     def samples(self) -> list[Sample]:
@@ -59,7 +61,8 @@ class Plan:
         tokens = sum(len(prompt) for prompt in {id(r.prompt): r.prompt for r in requests}.values())
         grammars = {id(r.sampling.grammar): r.sampling.grammar for r in requests}.values()
         texts = self.answer.repeated_bytes + sum(len(grammar.text) for grammar in grammars if grammar)
-        return SAMPLE_BYTES * len(requests) + TOKEN_BYTES * tokens + 4 * texts
+        kept = SAMPLE_BYTES * len(requests) + TOKEN_BYTES * tokens + 4 * texts
+        return kept + self.answer.kept_bytes + self.tools_bytes
 
 
 def at_most(plan: Plan, tokens: int) -> Plan:
@@ -84,8 +87,14 @@ class Planner:
         logprobs = _chat_logprobs(body)
         use = tool_use(body, self.tokenizer)
         template = self.tokenizer.chat_template(tools=use.tools is not None)
-        grammar = grammar_of(body)
-        if use.grammar is not None and grammar is not None:
+        ignored = ["tools.strict"] if use.loose else []
+        if use.tools is not None and not self.tokenizer.form(tools=True).tools:
+            ignored.append("tools")
+        variables = effort_variables(body, template)
+        if variables is None:
+            ignored.append("reasoning_effort")
+        constraint = constraint_of(body)
+        if use.grammar is not None and constraint is not None:
             raise BadParam(
                 "tool_choice: a forced call and another constraint exclude each other", "tool_choice"
             )
@@ -96,7 +105,7 @@ class Planner:
                 use.tools,
                 generation_prompt=body.add_generation_prompt,
                 continue_final=bool(body.continue_final_message),
-                variables=effort_variables(body, template) | (body.chat_template_kwargs or {}),
+                variables=(variables or {}) | (body.chat_template_kwargs or {}),
                 most=card.context_tokens - 1,
             )
         except TooManyTokens as found:
@@ -114,7 +123,7 @@ class Planner:
             # Without a number of tokens an answer ends where it may keep no more log-probabilities.
             default_max_tokens=None if logprobs is None or body.stream else most_tokens(n, logprobs),
             logprobs=logprobs,
-            grammar=grammar or use.grammar,
+            grammar=constraint.grammar if constraint else use.grammar,
             reasoning=form.reasoning,
         )
         text = text_options(body)
@@ -122,7 +131,9 @@ class Planner:
         choices = [self._chat_choice(call_id, prompt.ids, params, text, form, ranks, i) for i in range(n)]
         shape = _shape(body, card, f"chatcmpl-{call_id}", int(self.today()), logprobs is not None)
         plan = _planned(ChatAnswer(shape, choices, self.tokenizer), body, shape)
-        plan.ignored = ("tools.strict",) if use.loose else ()
+        plan.ignored = [*ignored, *use.left_out, *(constraint.left_out if constraint else ())]
+        if use.tools is not None and not use.forced:
+            plan.tools_bytes = decoded_bytes(msgspec.json.encode(use.tools), sys.maxsize)
         return plan
 
     def _chat_choice(
@@ -143,8 +154,10 @@ class Planner:
         sample = self._sample(call_id, prompt, params, text, ranks, i)
         return Choice(sample, parser=parser, thought_end=thought_end)
 
-    def completion(self, body: CompletionBody, card: ModelCard, call_id: str) -> Plan:
-        """Raises BadParam for what is wrong in `body`."""
+    def completion(
+        self, body: CompletionBody, card: ModelCard, call_id: str, *, keeps_streamed: bool = False
+    ) -> Plan:
+        """Raises BadParam for what is wrong in `body`. `keeps_streamed`: a stream keeps what it has said."""
         if body.suffix:
             raise BadParam("suffix: this model does not fill in the middle", "suffix")
         n = samples(body)
@@ -154,7 +167,7 @@ class Planner:
         given = _given_prompts(body)
         max_tokens, max_tokens_param = asked_tokens(body)
         echo_only = bool(body.echo) and max_tokens == 0
-        grammar = grammar_of(body)
+        constraint = constraint_of(body)
         text, ranks = text_options(body), rank_hints(body)
         special = body.add_special_tokens is not False
         prompts: list[list[int]] = []
@@ -173,7 +186,7 @@ class Planner:
                 default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,
-                grammar=grammar,
+                grammar=constraint.grammar if constraint else None,
             )
             choices += [
                 Choice(self._sample(call_id, prompt, params, text, ranks, i), prompt=p) for i in range(n)
@@ -186,7 +199,9 @@ class Planner:
             echo=self._echo(body, prompts) if body.echo else None,
             echo_only=echo_only,
         )
-        return _planned(answer, body, shape)
+        plan = _planned(answer, body, shape, keeps_streamed=keeps_streamed)
+        plan.ignored = constraint.left_out if constraint else ()
+        return plan
 
     def _sample(
         self, call_id: str, prompt: list[int], params: SamplingParams, text: Text, ranks: RankHints, i: int
@@ -247,17 +262,16 @@ def _given_prompts(body: CompletionBody) -> list[str | list[int]]:
     return items
 
 
-def _planned(answer: Answer, body: GenerateFields, shape: Shape) -> Plan:
+def _planned(answer: Answer, body: GenerateFields, shape: Shape, *, keeps_streamed: bool = False) -> Plan:
     plan = Plan(answer, bool(body.stream), shape.include_usage)
-    check_kept_logprobs([sample.request for sample in plan.samples], whole=not plan.stream)
+    requests = [sample.request for sample in plan.samples]
+    check_kept_logprobs(requests, stream=plan.stream, keeps_streamed=keeps_streamed)
     return plan
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs and not body.logprobs:
         raise BadParam("top_logprobs: set logprobs to true as well", "top_logprobs")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
-        raise BadParam(f"top_logprobs: from 0 to 20, not {body.top_logprobs}", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 

@@ -11,16 +11,19 @@ from collections.abc import Mapping
 
 import msgspec
 
-from segue.kv import ErrorInfo, InvalidRequest, NotFound, SegueError, Unauthorized, status_of
+from segue.kv import ErrorInfo, InvalidRequest, SegueError, Unauthorized
+from segue.kv.errors import NotFound, status_of
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "invalid_request_error",
     409: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
     499: "request_cancelled",
@@ -42,13 +45,28 @@ class BadParam(InvalidRequest):
 
 
 def renamed(error: BadParam, names: Mapping[str, str]) -> BadParam:
-    """`error` with the field by its name in another API. Places within the field are left out: they are those
+    """`error` with fields by their names in another API. Places within the field are left out: they are those
     of the chat that was made of it."""
-    place = error.param or ""
-    name = names.get(place.partition("[")[0].partition(".")[0])
-    if name is None:
-        return error
-    return BadParam(error.info.text.replace(place, name, 1), name, error.openai_code)
+    place, text = error.param or "", error.info.text
+    field = place.partition("[")[0].partition(".")[0]
+    if (name := names.get(field)) is not None:
+        text = text.replace(place, name, 1)
+    others = [word for word in names if "_" in word and word != field]
+    if others:  # in a hint; names without an underscore are words, too
+        text = re.sub(rf"\b({'|'.join(others)})\b", lambda found: names[found[0]], text)
+    return BadParam(text, name or error.param, error.openai_code)
+
+
+class WrongMethod(InvalidRequest):
+    """A method that a path does not have."""
+
+    status = 405
+
+
+class UnknownEncoding(InvalidRequest):
+    """A body that is compressed in a way that is not known here. HTTP has a status of its own for it."""
+
+    status = 415
 
 
 class UnknownModel(NotFound):
@@ -65,12 +83,10 @@ class BadKey(Unauthorized):
     openai_code = "invalid_api_key"
 
 
-def unparsable(error: msgspec.DecodeError | UnicodeDecodeError | RecursionError) -> BadParam:
+def unparsable(error: msgspec.DecodeError | UnicodeDecodeError) -> BadParam:
     """The client's view of a body that msgspec refused: the parameter named, no internals."""
     if isinstance(error, UnicodeDecodeError):
         return BadParam(f"the body is not valid UTF-8: {error.reason} at byte {error.start}")
-    if isinstance(error, RecursionError):
-        return BadParam("the body is nested too deeply")
     text = str(error)
     if not isinstance(error, msgspec.ValidationError):
         return BadParam(f"the body is not valid JSON: {text}")
@@ -97,8 +113,8 @@ def error_body(
     }
 
 
-def body_of(error: SegueError, status: int | None = None) -> dict[str, object]:
-    """`error_body` of an exception, with the parameter it names; `status` if it is not the error's own."""
+def body_of(error: SegueError) -> dict[str, object]:
+    """`error_body` of an exception, with the parameter it names."""
     if isinstance(error, BadParam | UnknownModel | BadKey):
         return error_body(error.info, param=error.param, code=error.openai_code)
-    return error_body(error.info, status=status or error.status)
+    return error_body(error.info, status=error.status)

@@ -57,6 +57,16 @@ class ReplyParser(ABC):
         """The rest, when the text has ended."""
 
 
+class PlainText(ReplyParser):
+    """All of it is text."""
+
+    def feed(self, text: str) -> list[Part]:
+        return [text] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
 class Filtered(ReplyParser):
     """`inner`, of whose parts `kept` says which are given out."""
 
@@ -104,5 +114,5 @@ class TrailingSpace:
 
 
 def new_call_id() -> str:
-    """An id for a call; nine letters and digits at the end, which Mistral's template demands."""
+    """An id for a call. A template that takes shorter ones is shown others (`past_messages`)."""
     return "call_" + secrets.token_hex(12)

@@ -12,7 +12,8 @@ import heapq
 import itertools
 from typing import Final
 
-from segue.kv import OutOfCapacity, RequestTooLarge
+from segue.kv import OutOfCapacity
+from segue.kv.errors import RequestTooLarge
 
 #: Bytes of an id in a list, with the integer that it is.
 TOKEN_BYTES: Final = 40
@@ -20,15 +21,9 @@ TOKEN_BYTES: Final = 40
 SAMPLE_BYTES: Final = 8192
 #: Bytes of one log-probability and its token, as JSON.
 LOGPROB_BYTES: Final = 60
-#: The largest weight of all decoded values together. While msgspec decodes a body nothing else of the
-#: process runs, in whichever thread that is.
-MAX_WEIGHT: Final = 2**20
-#: A list or an object weighs as many values: it takes as long to make.
-_CONTAINER: Final = 16
-#: A key of an object, or a number that is no integer, likewise.
-_SLOW: Final = 8
+#: Bytes of a list or an object that is decoded, besides those of its values.
+_CONTAINER_BYTES: Final = 200
 _SLICE: Final = 64 * 2**10
-
 
 #: Bytes of large bodies that are received in a second, after `BURST_BYTES` at once. A MiB costs 2 to 3 ms of
 #: CPU until it is decoded, most of it with the interpreter's lock.
@@ -113,32 +108,27 @@ class RequestMemory:
         self.add(nbytes - self.nbytes)
 
 
-def decoded_bytes(raw: bytes, max_weight: int) -> int:
-    """About what the values of a JSON text take in memory; it is not decoded for that.
+def decoded_bytes(raw: bytes, most_bytes: int) -> int:
+    """About what the values of a JSON text take in memory; it is not decoded for that. RequestTooLarge above
+    `most_bytes`: while msgspec decodes, nothing else of the process runs, in whichever thread that is.
 
-    Raises RequestTooLarge if there are so many that decoding them would hold all others up. Signs within
-    texts count as well: a text with so many is longer than a context. In slices: a thread that does it lets
-    the event loop run between them.
+    A number that is no integer takes as long as a list, and counts as one. Signs within texts count as well:
+    a text with so many is longer than a context.
     """
-    values = containers = slow = 0
-    for at in range(0, len(raw), _SLICE):
-        end = at + _SLICE
-        keys = raw.count(b":", at, end)
-        here = keys + raw.count(b",", at, end)
-        values += here
-        slow += keys
-        if here > _SLICE // 64:
-            # Each number that is no integer has one of these signs. A text has many, and few commas.
-            numbers = raw.count(b".", at, end) + raw.count(b"e", at, end) + raw.count(b"E", at, end)
-            slow += min(here - keys, numbers)
-        containers += raw.count(b"[", at, end) + raw.count(b"{", at, end)
-        if values + _SLOW * slow + _CONTAINER * containers > max_weight:
-            raise RequestTooLarge(
-                f"the body has too many values: {max_weight} at most, of which a list or an object counts as "
-                f"{_CONTAINER}, a key or a number with a fraction as {_SLOW + 1}; send fewer prompts, "
-                "messages or tools in one request"
-            )
+    values = _count(raw, b":", b",")
+    containers = _count(raw, b"[", b"{") + min(values, _count(raw, b".", b"e", b"E"))
     # A text with one sign beyond Latin-1 takes two to four bytes for each of its letters.
     # Searching one byte is much faster than searching two.
     wide = 1 if raw.isascii() and (b"\\" not in raw or b"\\u" not in raw) else 4
-    return wide * len(raw) + TOKEN_BYTES * values + 200 * containers
+    found = wide * len(raw) + TOKEN_BYTES * values + _CONTAINER_BYTES * containers
+    if found > most_bytes:
+        raise RequestTooLarge(
+            f"the body takes about {found} bytes when it is decoded, of at most {most_bytes}; send fewer "
+            "prompts, messages or tools in one request"
+        )
+    return found
+
+
+def _count(raw: bytes, *signs: bytes) -> int:
+    """In slices: a thread that does it lets the event loop run between them."""
+    return sum(raw.count(sign, at, at + _SLICE) for at in range(0, len(raw), _SLICE) for sign in signs)

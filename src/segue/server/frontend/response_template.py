@@ -13,8 +13,10 @@ from typing import Any, Final
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from segue.server.frontend.call_bodies import MAX_CALLS_READ, Properties, as_call, one_call, typed
+from segue.server.frontend.call_bodies import MAX_CALLS_READ, Tools, as_call, one_call, typed
+from segue.server.frontend.call_families import FAMILIES
 from segue.server.frontend.reply_parts import Part, ReplyParser, Thought, ToolCall, TrailingSpace
+from segue.server.frontend.tools import call_parser
 
 #: The longest delimiter that is found.
 MAX_DELIMITER_CHARS: Final = 256
@@ -27,20 +29,26 @@ class ResponseForm:
 
     def __init__(self, template: dict[str, Any]) -> None:
         self.template = load_response_template(template)
+        calls = self.template.fields.get(_CALLS)
+        opens = "" if calls is None or calls.open_re is None else calls.open_re.pattern.replace("\\", "")
+        #: the family whose mark begins a call in the template
+        self.family = next((f for f in FAMILIES if f.open and f.open in opens), None)
 
-    def parser(self, prompt: str, properties: Properties | None) -> ReplyParser:
+    def parser(self, prompt: str, tools: Tools | None) -> ReplyParser:
         """A fresh parser for an answer to `prompt`, in which the template may have begun the answer.
-        Without `properties`, those of the functions that may be called, calls are text."""
+        Without `tools`, the functions that may be called, calls are text. Calls of a known family are read in
+        its form; the template reads the rest, and what that form does not take."""
         begun = self.template.truncate_past_last_anchor(prompt)
-        return ResponseParser(self, "" if begun == prompt else begun, properties)
+        parser = ResponseParser(self, "" if begun == prompt else begun, tools)
+        return parser if self.family is None or tools is None else call_parser(self.family, tools, parser)
 
 
 class ResponseParser(ReplyParser):
     """The parts of one answer. `begun` is the beginning of it that the prompt has already."""
 
-    def __init__(self, form: ResponseForm, begun: str, properties: Properties | None) -> None:
+    def __init__(self, form: ResponseForm, begun: str, tools: Tools | None) -> None:
         self._template = form.template
-        self._properties = properties
+        self._tools = tools
         self._held = ""
         self._field: str | None = self._template.implicit
         self._captures: dict[str, str] = {}
@@ -169,7 +177,7 @@ class ResponseParser(ReplyParser):
     def _close(self, parts: list[Part], delimiter: str) -> None:
         """The region that is open ends, with this delimiter."""
         if self._field == _CALLS:
-            calls = self._calls() if self._properties is not None else []
+            calls = self._calls() if self._tools is not None else []
             parts += calls or ["".join((*self._raw, delimiter))]
         self._space.take()
         self._said = False
@@ -189,9 +197,9 @@ class ResponseParser(ReplyParser):
 
     def _call(self, item: Any) -> ToolCall | None:
         call = as_call(item)
-        if call is None or self._properties is None:
+        if call is None or self._tools is None:
             return None
-        schemas = self._properties.get(call.name)
+        schemas = self._tools.get(call.name)
         if not schemas:
             return call
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -10,144 +12,117 @@ import msgspec
 from segue.kv import SegueError
 from segue.server.frontend.answers import Answer, Json
 from segue.server.frontend.block_answers import Block, BlockAnswer
+from segue.server.frontend.body_reader import names_in, same_fields
 from segue.server.frontend.dialects import named_event
-from segue.server.frontend.openai_types import (
+from segue.server.frontend.past_messages import texts_of
+from segue.server.frontend.problems import BadParam, body_of, unparsable
+from segue.server.frontend.request_fields import (
+    BodyPart,
     ChatBody,
     FunctionTool,
     JsonSchemaFormat,
-    Number,
     ResponseFormat,
+    ResponsesBody,
+    ResponsesTool,
     Tool,
+    TranslatedChat,
 )
-from segue.server.frontend.problems import BadParam, body_of
-from segue.server.frontend.unsupported import Refused
-
-
-class ReasoningOptions(msgspec.Struct, frozen=True):
-    """How much the model reasons. No summary is made; `summary` is ignored."""
-
-    effort: str | None = None
-    summary: str | None = None
-
-
-class TextOptions(msgspec.Struct, frozen=True):
-    """The form of the text."""
-
-    format: dict[str, Any] | None = None
-    verbosity: str | None = None
-
-
-class ResponsesTool(msgspec.Struct, frozen=True):
-    """A tool; functions are the only kind that is built, and have a name."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/responses`. Fields after `user` are those of chat."""
-
-    model: str | None = None
-    input: str | list[dict[str, Any]]
-    instructions: str | None = None
-    stream: bool | None = None
-    tools: list[ResponsesTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    max_output_tokens: int | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    truncation: str | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    top_k: int | None = None
-    min_p: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-#: They need a server that keeps responses, or are not built.
-REFUSED_IN_RESPONSES: Final[Refused] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "previous_response_id": ("",),
-    "prompt": (),
-    "top_logprobs": (0,),
-}
-IGNORED_IN_RESPONSES: Final = frozenset(
-    {
-        *("background_options", "include", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
-        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options"),
-    }
-)
-#: Fields that chat has under the same name.
-_SAME: Final = (
-    *("model", "stream", "parallel_tool_calls", "temperature", "top_p", "user", "top_k", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "ignore_eos", "min_tokens"),
-    *("priority", "cache_salt", "chat_template_kwargs"),
-)
-
 
 #: The names of a chat's fields in this API.
-RESPONSES_NAMES: Final = {
+RESPONSES_NAMES: Final = names_in(BodyPart.RESPONSES, BodyPart.CHAT) | {
     "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 
 
-def chat_of_responses(body: ResponsesBody) -> ChatBody:
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """How an answer names a call of one function: `custom` ones have a text in place of arguments."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+def chat_of_responses(body: ResponsesBody) -> TranslatedChat:
     """The chat that `body` asks for. Raises BadParam for what is not built."""
     if body.truncation not in (None, "disabled"):
         raise BadParam("truncation: a prompt is never cut; leave it out", "truncation")
-    text = body.text or TextOptions()
-    if text.verbosity not in (None, "medium"):
-        raise BadParam("text.verbosity: not supported; leave it out", "text.verbosity")
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])]
-    return ChatBody(
-        messages=_messages(body),
-        max_completion_tokens=body.max_output_tokens,
-        tools=tools or None,
+    messages, left_out = _messages(body)
+    left_out += [f"tools.{tool.type}" for tool in body.tools or [] if tool.type not in _OFFERED]
+    chat = ChatBody(
+        messages=messages,
+        tools=[tool for tool, _ in _offered(body.tools or [])] or None,
         tool_choice=_tool_choice(body.tool_choice),
-        response_format=_response_format(text.format),
+        response_format=_response_format(body.text.format if body.text else None),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        **{name: getattr(body, name) for name in _SAME},
+        **same_fields(body, BodyPart.RESPONSES, BodyPart.CHAT),
     )
+    return TranslatedChat(chat, left_out)
 
 
-def _tool(tool: ResponsesTool, where: str) -> Tool:
-    if tool.type != "function":
-        raise BadParam(f"{where}.type: only 'function' is known", f"{where}.type")
-    if tool.name is None:
-        raise BadParam(f"{where}.name: a function has a name", f"{where}.name")
-    return Tool(FunctionTool(tool.name, tool.description, tool.parameters, tool.strict))
+_OFFERED: Final = ("function", "custom", "namespace")
+
+
+def _offered(
+    tools: list[ResponsesTool], within: str = "tools", namespace: str | None = None
+) -> Iterator[tuple[Tool, _Called]]:
+    """The tools that are functions for the model, and what answers call them."""
+    for i, tool in enumerate(tools):
+        where, parameters = f"{within}[{i}]", tool.parameters
+        if tool.type not in _OFFERED:
+            continue
+        if tool.name is None:
+            raise BadParam(f"{where}.name: a {tool.type} has a name", f"{where}.name")
+        if tool.type == "namespace" and namespace is None:
+            try:
+                inner = msgspec.convert(tool.tools or [], list[ResponsesTool])
+            except msgspec.ValidationError as error:
+                raise unparsable(error) from None
+            yield from _offered(inner, f"{where}.tools", tool.name)
+            continue
+        description = tool.description
+        if tool.type == "custom":
+            parameters = _ONE_TEXT
+            # Its grammar is for the model to read.
+            description = "\n".join(t for t in (description, (tool.format or {}).get("definition")) if t)
+        function = FunctionTool(_shown_name(tool.name, namespace), description, parameters, tool.strict)
+        yield Tool(function), _Called(tool.name, namespace, tool.type == "custom")
+
+
+#: The parameters of a custom tool.
+_ONE_TEXT: Final = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def _shown_name(name: str, namespace: object) -> str:
+    """The name of a function for the model: those of two namespaces may be equal."""
+    if not isinstance(namespace, str):
+        return name
+    return f"{namespace.removesuffix('__')}__{name}"
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict):
+        if choice.get("type") in ("function", "custom"):
+            return _chosen(choice)
+        if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
+            allowed = [_chosen(tool) for tool in tools if isinstance(tool, dict)]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
     if choice not in (None, "none", "auto", "required"):
         raise BadParam(
-            "tool_choice: 'none', 'auto', 'required' or {'type': 'function', 'name': …}", "tool_choice"
+            "tool_choice: 'none', 'auto', 'required', {'type': 'function', 'name': …} or "
+            "{'type': 'allowed_tools', 'mode': …, 'tools': …}",
+            "tool_choice",
         )
     return choice
+
+
+def _chosen(choice: dict[str, Any]) -> dict[str, Any]:
+    name = choice.get("name")
+    shown = _shown_name(name, choice.get("namespace")) if isinstance(name, str) else None
+    return {"type": "function", "function": {"name": shown}}
 
 
 def _response_format(form: dict[str, Any] | None) -> ResponseFormat | None:
@@ -161,59 +136,57 @@ def _response_format(form: dict[str, Any] | None) -> ResponseFormat | None:
     return ResponseFormat(kind, JsonSchemaFormat(schema=schema) if kind == "json_schema" else None)
 
 
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of a chat, and the kinds of the items that are left out: those of tools that a server ran,
+    and of other servers' records."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     messages: list[dict[str, Any]] = []
+    left_out: list[str] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     thought = ""
     for i, item in enumerate(items):
-        where = f"input[{i}]"
-        match item.get("type", "message"):
-            case "message":
-                role = "system" if item.get("role") == "developer" else item.get("role")
-                content = item.get("content")
-                message: dict[str, Any] = {"role": role, "content": content}
-                if role == "system":
-                    message["content"] = _text(content, f"{where}.content")
-                    if len(messages) == 1 and messages[0]["role"] == "system":
-                        # Templates read the first system message only.
-                        message["content"] = f"{messages.pop()['content']}\n\n{message['content']}"
-                messages.append(message | ({"reasoning_content": thought} if thought else {}))
+        where, kind = f"input[{i}]", str(item.get("type", "message"))
+        call_id = item.get("call_id") or (item.get("id") if kind == "function_call" else None)
+        if kind == "message":
+            role = item.get("role")
+            past = role == "assistant"
+            given = (item.get("content") or "") if past else item.get("content")
+            content = texts_of(given, f"{where}.content", past=past)
+            messages.append(
+                {"role": role, "content": content} | ({"reasoning_content": thought} if thought else {})
+            )
+            thought = ""
+        elif kind.endswith("_output"):
+            output = item.get("output", item.get("tools", "")) or ""
+            texts = texts_of([output] if isinstance(output, dict) else output, f"{where}.output", past=True)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": texts})
+        elif kind.endswith("_call") and call_id is not None:
+            call = {"id": call_id, "type": "function", "function": _function(item, kind)}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+                if thought:
+                    messages[-1]["reasoning_content"] = thought
                 thought = ""
-            case "function_call":
-                call = {"id": item.get("call_id"), "type": "function", "function": _function(item)}
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": None})
-                    if thought:
-                        messages[-1]["reasoning_content"] = thought
-                    thought = ""
-                messages[-1].setdefault("tool_calls", []).append(call)
-            case "function_call_output":
-                output = _text(item.get("output"), f"{where}.output")
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-            case "reasoning":
-                thought += _text(item.get("content") or "", f"{where}.content")
-            case kind:
-                raise BadParam(f"{where}.type: {kind!r} is not supported; send the items themselves", where)
-    return messages
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "reasoning":
+            thought += "\n".join(texts_of(item.get("content") or "", f"{where}.content"))
+        elif kind == "item_reference" or "role" in item:
+            raise BadParam(f"{where}.type: {kind!r} is not supported; send the items themselves", where)
+        else:
+            left_out.append(f"input.{kind}")
+    return messages, left_out
 
 
-def _function(item: dict[str, Any]) -> dict[str, Any]:
-    return {"name": item.get("name"), "arguments": item.get("arguments")}
-
-
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadParam(f"{where}: text is needed", where)
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise BadParam(f"{where}: this model reads text only", where)
-        texts.append(part["text"])
-    return "".join(texts)
+def _function(item: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The function and the arguments of a call; those of built-in tools have the name of their kind."""
+    name = item.get("name", None if kind == "function_call" else kind.removesuffix("_call"))
+    if kind == "custom_tool_call":
+        arguments: Any = {"input": item.get("input")}
+    else:
+        arguments = item.get("arguments", item.get("action", item.get("operation")))
+    shown = _shown_name(name, item.get("namespace")) if isinstance(name, str) else name
+    return {"name": shown, "arguments": arguments}
 
 
 class ResponsesAnswer(BlockAnswer):
@@ -223,12 +196,16 @@ class ResponsesAnswer(BlockAnswer):
         super().__init__(chat)
         self._key = self.shape.id.removeprefix("chatcmpl-")
         self._sequence = 0
-        sampling = self.choice.sample.request.sampling
-        self._given: Json = {
+        self._called = {tool.function.name: called for tool, called in _offered(body.tools or [])}
+        sampling, chosen = (
+            self.choice.sample.request.sampling,
+            same_fields(body, BodyPart.RESPONSES, BodyPart.CHAT),
+        )
+        given: Json = {
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": chosen["max_completion_tokens"],
             "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "parallel_tool_calls": chosen["parallel_tool_calls"] is not False,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
@@ -238,8 +215,14 @@ class ResponsesAnswer(BlockAnswer):
             "tools": body.tools or [],
             "top_p": sampling.top_p,
             "truncation": "disabled",
-            "user": body.user,
+            "user": chosen["user"],
         }
+        #: The client's fields that each `response` object repeats: encoded once.
+        self._given = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in given.items()}
+
+    @property
+    def kept_bytes(self) -> int:
+        return 2 * sum(map(len, self._given.values()))  # with the last event, or the whole answer
 
     def begin(self) -> Iterator[Json]:
         yield self._event("response.created", response=self._response("in_progress"))
@@ -247,20 +230,25 @@ class ResponsesAnswer(BlockAnswer):
 
     def opened(self, block: Block) -> Iterator[Json]:
         item = self._item(block, "in_progress")
-        item["arguments" if block.kind == "call" else "content"] = "" if block.kind == "call" else []
+        kind = self._kind(block)
+        item[_GROWS.get(kind, "content")] = "" if kind in _GROWS else []
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "text":
             yield self._of(block, "response.content_part.added", part=self._part(block))
 
     def extended(self, block: Block, text: str) -> Iterator[Json]:
-        more: Json = {"logprobs": []} if block.kind == "text" else {}
-        yield self._of(block, f"{_NAMES[block.kind]}.delta", delta=text, **more)
+        kind = self._kind(block)
+        more: Json = {"logprobs": []} if kind == "text" else {}
+        yield self._of(
+            block, f"{_NAMES[kind]}.delta", delta=_input(text) if kind == "custom" else text, **more
+        )
 
     def closed(self, block: Block) -> Iterator[Json]:
-        if block.kind == "call":
-            assert block.call is not None
-            name = block.call.name
-            yield self._of(block, f"{_NAMES['call']}.done", arguments=block.text, name=name)
+        kind = self._kind(block)
+        if block.call is not None:
+            item = self._item(block)
+            shown = {name: item[name] for name in (_GROWS[kind], "name")}
+            yield self._of(block, f"{_NAMES[kind]}.done", **shown)
         elif block.kind == "thought":
             yield self._of(block, f"{_NAMES['thought']}.done", text=block.text)
         else:
@@ -310,24 +298,35 @@ class ResponsesAnswer(BlockAnswer):
 
     def _item(self, block: Block, status: str = "") -> Json:
         status = status or ("completed" if block.closed else "incomplete")
-        item: Json = {"id": f"{_PREFIXES[block.kind]}_{self._key}_{block.index}", "status": status}
+        kind = self._kind(block)
+        item: Json = {"id": self._item_id(block), "status": status}
         if block.call is not None:
-            call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.call.arguments}
-            return {**item, "type": "function_call", **call}
+            called = self._called.get(block.call.name, _Called(block.call.name))
+            call = {"call_id": block.call.id, "name": called.name}
+            if called.namespace is not None:
+                call["namespace"] = called.namespace
+            if kind == "custom":
+                return {**item, "type": "custom_tool_call", **call, "input": _input(block.call.arguments)}
+            return {**item, "type": "function_call", **call, "arguments": block.call.arguments}
         if block.kind == "thought":
             content = [{"type": "reasoning_text", "text": block.text}]
             return {**item, "type": "reasoning", "summary": [], "content": content}
         return {**item, "type": "message", "role": "assistant", "content": [self._part(block)]}
+
+    def _kind(self, block: Block) -> str:
+        """The kind of a block here: a call of a custom tool is `custom`."""
+        called = self._called.get(block.call.name) if block.call is not None else None
+        return "custom" if called is not None and called.custom else block.kind
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES[self._kind(block)]}_{self._key}_{block.index}"
 
     def _part(self, block: Block) -> Json:
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
     def _of(self, block: Block, kind: str, **more: Any) -> Json:
         """An event of a block."""
-        where: Json = {
-            "item_id": f"{_PREFIXES[block.kind]}_{self._key}_{block.index}",
-            "output_index": block.index,
-        }
+        where: Json = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             where["content_index"] = 0
         return self._event(kind, **where, **more)
@@ -338,9 +337,23 @@ class ResponsesAnswer(BlockAnswer):
         return event
 
 
+def _input(arguments: str) -> str:
+    """The text of a call of a custom tool. Arguments of another form, and those of a call that was cut, are
+    its text."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
 _NAMES: Final = {
     "thought": "response.reasoning_text",
     "text": "response.output_text",
     "call": "response.function_call_arguments",
+    "custom": "response.custom_tool_call_input",
 }
-_PREFIXES: Final = {"thought": "rs", "text": "msg", "call": "fc"}
+_PREFIXES: Final = {"thought": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
+#: The field of a call's item that its events fill.
+_GROWS: Final = {"call": "arguments", "custom": "input"}

@@ -6,12 +6,15 @@ so does this one (`--sampling-defaults model`). A value in the request always wi
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from segue.kv import ConfigError
+from segue.server.frontend.body_reader import RANGES
+from segue.server.frontend.problems import BadParam
 
 FILE = "generation_config.json"
 
@@ -30,16 +33,7 @@ class SamplingDefaults:
 
 OPENAI = SamplingDefaults()
 
-#: The values that make sense, both ends included but for those of `_OPEN`, which begin above the low one.
-_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, math.inf),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 10.0),
-}
-_OPEN = frozenset({"top_p", "repetition_penalty"})
-_NEVER = frozenset((0, name) for name in _OPEN)
+_NAMES = tuple(field.name for field in dataclasses.fields(SamplingDefaults))
 
 
 def of_model(folder: Path, vocab_size: int) -> SamplingDefaults:
@@ -55,7 +49,7 @@ def of_model(folder: Path, vocab_size: int) -> SamplingDefaults:
         raise ConfigError(f"{path} cannot be read: {error}; {_WAY_OUT}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} is not a JSON object; {_WAY_OUT}")
-    given = {name: _checked(path, name, raw[name]) for name in _RANGES if raw.get(name) is not None}
+    given = {name: _checked(path, name, raw[name]) for name in _NAMES if raw.get(name) is not None}
     top_k = min(max(0, int(given.pop("top_k", 0))), vocab_size)
     return SamplingDefaults(**given, top_k=top_k)
 
@@ -63,12 +57,14 @@ def of_model(folder: Path, vocab_size: int) -> SamplingDefaults:
 _WAY_OUT = "correct it, or start with --sampling-defaults openai"
 
 
-def _checked(path: Path, name: str, value: object) -> float:
-    low, high = _RANGES[name]
-    # JSON's true is a number to Python.
-    number = type(value) is int or (type(value) is float and name != "top_k")
-    if number and isinstance(value, int | float) and low <= value <= high and (value, name) not in _NEVER:
-        return value
-    kind = "a whole number" if name == "top_k" else "a number"
-    bounds = f"{'above' if name in _OPEN else 'from'} {low:g} to {high:g}"
-    raise ConfigError(f"{path}: {name} must be {kind} {bounds}, not {value!r}; {_WAY_OUT}")
+def _checked(path: Path, name: str, value: Any) -> Any:
+    try:
+        if isinstance(value, float) and name == "top_k":
+            raise BadParam(name)
+        RANGES[name].check(name, value)
+    except BadParam:
+        kind = "a whole number" if name == "top_k" else "a number"
+        raise ConfigError(
+            f"{path}: {name} must be {kind} {RANGES[name]}, not {value!r}; {_WAY_OUT}"
+        ) from None
+    return value

@@ -15,8 +15,10 @@ from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from segue.kv import ConfigError, Internal
+from segue.server.frontend.past_messages import PROBE_TOOL, TemplateForm
 from segue.server.frontend.problems import BadParam
 from segue.server.frontend.response_template import ResponseForm
 
@@ -35,7 +37,7 @@ class TooManyTokens(Exception):
 
 
 class ModelTokenizer:
-    """Safe to use from several threads: nothing in it changes after the start but a cache."""
+    """Safe to use from several threads: nothing in it changes after the start but caches."""
 
     def __init__(self, hf: Any) -> None:
         self._hf = hf
@@ -51,6 +53,7 @@ class ModelTokenizer:
         self._byte_level = _contains(spec.get("decoder"), "ByteLevel")
         self._token_bytes, self._dropped = _longest_token(spec, self._fast.get_vocab(with_added_tokens=True))
         self._bytes: dict[int, bytes] = {}
+        self._forms: dict[bool, TemplateForm] = {}
         #: the model's own description of its answers, if it has one
         self.response = _response_form(hf)
 
@@ -165,6 +168,25 @@ class ModelTokenizer:
         source: str = self._hf.get_chat_template(tools=[{}] if tools else None)
         return source
 
+    def form(self, *, tools: bool) -> TemplateForm:
+        """The form in which the chat template takes messages; a model may have another one for `tools`."""
+        form = self._forms.get(tools)
+        if form is None:
+            given = [PROBE_TOOL] if tools else None
+
+            def render(messages: list[dict[str, Any]]) -> str:
+                return self.render(
+                    messages, given, generation_prompt=True, continue_final=False, variables={}
+                )
+
+            form = TemplateForm.of(self.chat_template(tools=tools) or "", render, tools=tools)
+            self._forms[tools] = form
+            if not form.tools:
+                log.warning(
+                    "event=tools_not_shown reason='the chat template does not show tools to the model'"
+                )
+        return form
+
     def render(
         self,
         messages: list[dict[str, Any]],
@@ -175,20 +197,25 @@ class ModelTokenizer:
         variables: dict[str, Any],
     ) -> str:
         """The prompt's text. Runs in transformers' jinja sandbox. Raises BadParam if the template refuses."""
-        if not self._hf.chat_template:
+        source = self.chat_template(tools=tools is not None)
+        if source is None:
             raise BadParam("this model has no chat template; use /v1/completions", "messages")
         try:
-            text: str = self._hf.apply_chat_template(
-                messages,
+            # `apply_chat_template` would take keys out whose value is null: some templates ask for it.
+            texts, _ = render_jinja_template(
+                [messages],
                 tools=tools,
-                tokenize=False,
+                chat_template=source,
                 add_generation_prompt=generation_prompt,
                 continue_final_message=continue_final,
-                **variables,
+                **{**self._hf.special_tokens_map, **variables},
             )
-        except (jinja2.TemplateError, ValueError, TypeError, RecursionError) as error:
-            # A template's exception is about the client's messages, so the client gets its text.
-            raise BadParam(f"the chat template refuses these messages: {error}", "messages") from None
+        except Exception as error:
+            # A template is a program over what the client sent, and its only input; whatever ends it is about
+            # that. `raise_exception` has a text for clients.
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise BadParam(f"the chat template refuses these messages: {kind}{error}", "messages") from None
+        text: str = texts[0]
         try:
             text.encode()
         except UnicodeEncodeError:

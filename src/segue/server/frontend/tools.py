@@ -1,69 +1,38 @@
-"""Tool calls in the output: found by the form that the model's own chat template teaches it.
-
-| form | looks like | known by its template |
-|---|---|---|
-| Hermes, Qwen | `<tool_call>{"name": …, "arguments": {…}}</tool_call>` | `<tool_call>` |
-| Qwen-Coder | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>` | `<tool_call>` |
-| Mistral | `[TOOL_CALLS] [{"name": …, "arguments": {…}}]` or `[TOOL_CALLS]name[ARGS]{…}` | `[TOOL_CALLS]` |
-| DeepSeek-V3 | calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>` | the first of these |
-| LFM2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>` | `<|tool_list_start|>` or `<|tool_call_start|>` |
-| Python (Llama 3.2, 4) | the whole answer is `[f(a=1), g(b="x")]` | `[func_name1(` |
-| Llama 3 | the whole answer is `{"name": …, "parameters": {…}}` | `<|python_tag|>` or `"parameters"` |
+"""Tool calls in the output, in the form of the model's family (`call_families`).
 
 A call is given out whole, when it is complete: half a call helps nobody, and what turns out not to be a
-call is returned as text. `forced` is for `tool_choice`: the grammar makes the output JSON, so a text that
-`max_tokens` cuts is a call with the arguments so far, as with OpenAI and vLLM, and never text.
+call is returned as text. A mark within a text of a call is that text. `forced` is for `tool_choice`: the
+grammar makes the output JSON, so a text that `max_tokens` cuts is a call with the arguments so far, as with
+OpenAI and vLLM, and never text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal
+from typing import Final, Literal
 
 from segue.server.frontend.call_bodies import (
     MAX_CALLS_READ,
-    Properties,
-    Read,
-    deepseek_calls,
+    Tools,
     json_calls,
-    json_or_xml_calls,
     one_call,
-    python_calls,
 )
+from segue.server.frontend.call_families import CallFamily
 from segue.server.frontend.detokenize import StopStrings
 from segue.server.frontend.reply_parts import (
     Filtered,
     Part,
+    PlainText,
     ReplyParser,
     ToolCall,
     TrailingSpace,
     new_call_id,
 )
+from segue.server.frontend.written_values import read_json
 
 #: Letters by which a text is known that cannot be a call.
 _START_CHARS = 32
-
-
-def parser_for(template: str | None, properties: Properties | None = None) -> ReplyParser | None:
-    """A fresh parser for a chat template, or None where the template has no tools. `properties` are the
-    schemas of the functions' parameters."""
-    if template is None:
-        return None
-    known = properties or {}
-    if "<|tool_list_start|>" in template or "<|tool_call_start|>" in template:
-        return MarkedParser("<|tool_call_start|>", "<|tool_call_end|>", python_calls, known)
-    if "<｜tool▁calls▁begin｜>" in template:
-        return MarkedParser("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", deepseek_calls, known)
-    if "<tool_call>" in template:
-        return MarkedParser("<tool_call>", "</tool_call>", json_or_xml_calls, known)
-    if "[TOOL_CALLS]" in template:
-        return MistralParser()
-    if "[func_name1(" in template:
-        return PythonParser()
-    if "<|python_tag|>" in template or ('"parameters"' in template and "tools" in template):
-        return LlamaParser()
-    return None
 
 
 class FirstCall(Filtered):
@@ -110,43 +79,196 @@ class WithoutSpace(Filtered):
         return kept
 
 
-class MarkedParser(ReplyParser):
-    """Calls between two marks, any number, with text between. `read` knows what stands there."""
+#: Characters of one answer that may be read in vain, before marks that may stand within a call: the work is
+#: linear in the text. Then the first mark ends a call.
+_MAX_READ_IN_VAIN: Final = 2**24
+#: A mark that begins no call has its text looked at again: that counts as at least so many characters read,
+#: and as each of the text so many times, …
+_FALSE_MARK, _FALSE_MARK_TIMES = 2**20, 32
+#: … in pieces of so many. To look for several marks in one takes as long for each as the piece is.
+_PIECE: Final = 256
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
 
-    def __init__(self, start: str, end: str, read: Read, properties: Properties) -> None:
-        self.marks = (start, end)
-        self._start, self._end, self._read, self._properties = start, end, read, properties
-        self._outside = StopStrings([start])
+
+class _Body:
+    """The text after the mark that opens calls, up to the first mark before which all of it is calls.
+
+    A mark within a text of a call is that text: before it stands half a call. A call in XML without its mark
+    ends with its function, if neither its mark nor another function follows. With `plain` the first mark is
+    the end in any case: for what has no other one.
+    """
+
+    def __init__(
+        self, family: CallFamily, tools: Tools, stops: tuple[str, ...], budget: int, *, plain: bool
+    ) -> None:
+        self._family, self._tools, self.plain = family, tools, plain
+        self._marks = tuple(filter(None, (family.close, family.open, *stops)))
+        tags = [_FUNCTION_END] if "<" in family.first and not plain else []
+        self._sought = self._marks[:1] if budget <= 0 else (*self._marks, *tags)
+        self._search = StopStrings(self._sought)
+        self._kept: list[str] = []
+        self._begun = False
+        #: how many characters may be read in vain
+        self.budget = budget
+        #: a function has ended: what follows it, so far
+        self._waits, self._ahead = False, ""
+        #: the mark that has ended it, and the calls before that; None while it goes on
+        self.mark: str | None = None
+        self.calls: list[ToolCall] = []
+        #: the text after the end
+        self.rest = ""
+
+    def feed(self, text: str) -> bool:
+        """Whether it has ended."""
+        if not self._begun and (letters := text.lstrip()):
+            self._begun = True
+            if self._family.first and letters[0] not in self._family.first:  # it cannot be a call
+                self._kept.append(text[: -len(letters)])
+                self.mark, self.rest = "", letters
+                return True
+        while text and self.mark is None:
+            if self._waits:
+                text = self._after_function(text)
+                continue
+            self._kept.append(self._search.feed(text))
+            mark, text = self._search.matched, self._search.rest
+            if mark is not None:
+                self._search = StopStrings(self._sought)
+                self._meet(mark)
+        self.rest = text
+        return self.mark is not None
+
+    def taken(self, *, whole: bool = False) -> str:
+        """The text up to its end, or `whole` if there is none."""
+        return "".join(self._kept) + (self._ahead + self._search.flush() if whole else "")
+
+    def _meet(self, mark: str) -> None:
+        if mark == _FUNCTION_END:
+            self._waits = True
+        elif self._ends_at(mark):
+            return
+        self._kept.append(mark)
+
+    def _ends_at(self, mark: str) -> bool:
+        if self.plain or self.budget > 0:
+            text = self.taken()
+            read = self._family.read if self.plain else self._family.certain or self._family.read
+            self.calls = read(text, self._tools, mark == self._family.close)
+            if self.calls or self.plain:
+                self.mark = mark
+            else:
+                self.budget -= len(text)
+        return self.mark is not None
+
+    def _after_function(self, text: str) -> str:
+        """The text that is left to look at."""
+        text, self._ahead = self._ahead + text, ""
+        rest = text.lstrip()
+        self._kept.append(text[: len(text) - len(rest)])
+        tags = (_FUNCTION, *self._marks)
+        follows = any(rest.startswith(tag) for tag in tags)
+        if not follows and any(tag.startswith(rest) for tag in tags):
+            self._ahead, rest = rest, ""
+        else:
+            self._waits = False
+            if not follows:
+                self._ends_at("")
+        return rest
+
+
+class MarkedParser(ReplyParser):
+    """Calls between the marks of `family`, any number. The text around them is `around`'s, and calls within
+    the reasoning that `around` finds are calls; the mark that ends it ends a call without an end, too."""
+
+    def __init__(self, family: CallFamily, tools: Tools, around: ReplyParser | None = None) -> None:
+        self._family, self._tools = family, tools
+        self._around = around or PlainText()
+        self.marks = tuple(filter(None, (family.open, family.close, *family.more, *self._around.marks)))
+        self.thought_end = self._around.thought_end
+        self._outside = self._watch()
+        #: whether a line, or what follows a call, begins
+        self._begins = True
+        #: whether the first mark ends the next body
+        self._plain = False
+        self._budget = _MAX_READ_IN_VAIN
+        #: the mark before the call in progress; empty if it has none
+        self._opened = ""
         #: the call in progress
-        self._inside: list[str] | None = None
-        self._closing = StopStrings([end])
+        self._body: _Body | None = None
+
+    @property
+    def thinking(self) -> bool:
+        return self._around.thinking
+
+    @property
+    def undecided(self) -> bool:
+        return self._around.undecided
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
         while text:
-            if self._inside is not None:
-                self._inside.append(self._closing.feed(text))
-                if not self._closing.found():
+            if self._body is None:
+                self._pass_on(parts, self._outside.feed(text))
+                mark, text = self._outside.matched, self._outside.rest
+                if mark is None:
                     break
-                body, text = "".join(self._inside), self._closing.rest
-                parts += self._read(body, self._properties) or [self._start + body + self._end]
-                self._inside = None
-                self._outside = StopStrings([self._start])
+                self._outside = self._watch()
+                if mark == self._family.open or self._begins:
+                    self._opened = mark if mark == self._family.open else ""
+                    stops = (self.thought_end,) if self.thought_end else ()
+                    plain, self._plain = self._plain or self._budget <= 0, False
+                    self._body = _Body(self._family, self._tools, stops, self._budget, plain=plain)
+                    text = mark.removeprefix(self._opened) + text
+                else:
+                    self._pass_on(parts, mark)
+            elif self._body.feed(text):
+                text = self._ended(parts, self._body)
             else:
-                parts.append(self._outside.feed(text))
-                if not self._outside.found():
-                    break
-                text = self._outside.rest
-                self._inside, self._closing = [], StopStrings([self._end])
-        return [p for p in parts if p != ""]
+                break
+        return parts
 
     def finish(self) -> list[Part]:
-        if self._inside is None:
-            rest = self._outside.flush()
-            return [rest] if rest else []
-        # No end mark: the last call is often complete without it.
-        body, self._inside = "".join(self._inside) + self._closing.flush(), None
-        return list(self._read(body, self._properties)) or [self._start + body]
+        parts: list[Part] = []
+        while (body := self._body) is not None:
+            # No end mark: the last call is often complete without it.
+            text, self._body = body.taken(whole=True), None
+            calls = self._own(self._family.read(text, self._tools, False))
+            if calls:
+                parts += calls
+            elif body.plain:
+                parts += self._around.feed(self._opened + text)
+            else:
+                # It has no end: the first mark in it is taken for one, and calls may come after that.
+                again = max(_FALSE_MARK, _FALSE_MARK_TIMES * len(text))
+                self._plain, self._budget = True, body.budget - again
+                text = self._opened + text
+                for at in range(0, len(text), _PIECE):
+                    parts += self.feed(text[at : at + _PIECE])
+        return [*parts, *self._around.feed(self._outside.flush()), *self._around.finish()]
+
+    def _ended(self, parts: list[Part], body: _Body) -> str:
+        """Take the calls of a body, or its text; give the text after it."""
+        mark, calls, self._body = body.mark or "", self._own(body.calls), None
+        self._budget = body.budget
+        ended = mark == self._family.close
+        parts += calls
+        self._begins = bool(calls)
+        if not calls:
+            self._pass_on(parts, self._opened + body.taken() + (mark if ended else ""))
+        return body.rest if ended else mark + body.rest
+
+    def _watch(self) -> StopStrings:
+        return StopStrings([mark for mark in (self._family.open, self._family.bare) if mark])
+
+    def _pass_on(self, parts: list[Part], text: str) -> None:
+        """Text that is no call."""
+        if text:
+            self._begins = text.endswith("\n")
+        parts += self._around.feed(text)
+
+    def _own(self, calls: list[ToolCall]) -> list[ToolCall]:
+        """`calls`; without a mark before them, they are calls if all of them are of the request's tools."""
+        return calls if self._opened or all(call.name in self._tools for call in calls) else []
 
 
 class _WholeParser(ReplyParser):
@@ -186,71 +308,30 @@ class _WholeParser(ReplyParser):
         raise AssertionError("each form says")
 
 
-class LlamaParser(_WholeParser):
-    """The whole answer is one call, or several with `;` between."""
+class UnmarkedParser(_WholeParser):
+    """The whole answer is calls of `family`, or text."""
 
-    _MARK = "<|python_tag|>"
-    marks = (_MARK,)
-
-    def _may_be_call(self, start: str) -> bool:
-        return start.startswith(("{", self._MARK)) or self._MARK.startswith(start)
-
-    def _parse(self, text: str) -> list[Part]:
-        return list(json_calls(text.strip().removeprefix(self._MARK))) or [text.replace(self._MARK, "")]
-
-
-class PythonParser(_WholeParser):
-    """The whole answer is a list of calls in Python."""
-
-    def _may_be_call(self, start: str) -> bool:
-        return start.startswith("[")
-
-    def _parse(self, text: str) -> list[Part]:
-        return list(python_calls(text)) or [text]
-
-
-class MistralParser(_WholeParser):
-    """Text, then `[TOOL_CALLS]` and calls to the end."""
-
-    _MARK = "[TOOL_CALLS]"
-    marks = (_MARK, "[ARGS]", "[CALL_ID]")
-    _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?\[ARGS\]")
-
-    def __init__(self) -> None:
+    def __init__(self, family: CallFamily, tools: Tools) -> None:
         super().__init__()
-        self._before = StopStrings([self._MARK])
+        self._family, self._tools = family, tools
+        self.marks: tuple[str, ...] = family.more
 
-    def feed(self, text: str) -> list[Part]:
-        if self._before.found():
-            self._texts.append(text)
-            return []
-        seen = self._before.feed(text)
-        self._texts = [self._before.rest]
-        return [seen] if seen else []
-
-    def finish(self) -> list[Part]:
-        if not self._before.found():
-            rest = self._before.flush()
-            return [rest] if rest else []
-        return self._parse(self._taken())
+    def _may_be_call(self, start: str) -> bool:
+        return any(start.startswith(s) or s.startswith(start) for s in (*self._family.first, *self.marks))
 
     def _parse(self, text: str) -> list[Part]:
-        calls: list[Part] = []
-        for piece in text.split(self._MARK):
-            named = self._NAMED.match(piece)
-            if named:
-                arguments = _json_prefix(piece[named.end() :])
-                if arguments is None:
-                    return [self._MARK + text]
-                try:
-                    calls.append(one_call(named[1], arguments))
-                except ValueError:
-                    return [self._MARK + text]
-            else:
-                calls += json_calls(piece)
-            if len(calls) > MAX_CALLS_READ:
-                return [self._MARK + text]
-        return calls or [self._MARK + text]
+        said, text = text, text.strip()
+        ended = not text.startswith(self.marks)
+        for mark in self.marks:
+            text, said = text.strip().removeprefix(mark), said.replace(mark, "")
+        return list(self._family.read(text, self._tools, ended)) or [said]
+
+
+def call_parser(family: CallFamily, tools: Tools, around: ReplyParser | None = None) -> ReplyParser:
+    """A fresh parser of one answer; `around` reads what is no call."""
+    if family.open:
+        return MarkedParser(family, tools, around)
+    return UnmarkedParser(family, tools)
 
 
 class ForcedParser(_WholeParser):
@@ -268,31 +349,26 @@ class ForcedParser(_WholeParser):
         if self._form == "arguments":
             # Cut off by max_tokens or not: OpenAI too gives the arguments as they are.
             return [ToolCall(new_call_id(), self._name, text.strip())]
-        return list(json_calls(text) or _cut_calls(text)) or ([] if text.lstrip().startswith("[") else [text])
-
-
-def _json_prefix(text: str) -> Any | None:
-    try:
-        value, _ = json.JSONDecoder().raw_decode(text.lstrip())
-    except (ValueError, RecursionError):
-        return None
-    return value
+        return list(json_calls(text, {}) or _cut_calls(text)) or (
+            [] if text.lstrip().startswith("[") else [text]
+        )
 
 
 #: The head of a call as the grammar of `tool_choice: required` writes it; the arguments follow.
-_CALL_HEAD = re.compile(r'\s*[\[,]?\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*')
+_CALL_HEAD = re.compile(
+    r'\s*+[\[,]?\s*+\{\s*+"name"\s*+:\s*+("(?:[^"\\]|\\.)*+")\s*+,\s*+"arguments"\s*+:\s*+'
+)
 
 
 def _cut_calls(text: str) -> list[ToolCall]:
     """The calls in a list that was cut: the last one has its arguments so far. A call that was cut
     before its arguments is left out."""
-    decoder = json.JSONDecoder()
     calls: list[ToolCall] = []
     at = 0
     while len(calls) < MAX_CALLS_READ and (head := _CALL_HEAD.match(text, at)) is not None:
         try:
-            _, end = decoder.raw_decode(text, head.end())
-        except (ValueError, RecursionError):
+            _, end = read_json(text, head.end())
+        except ValueError:
             end = len(text)
         try:
             calls.append(one_call(json.loads(head[1]), text[head.end() : end]))

@@ -1,11 +1,13 @@
 """uvicorn behind a `GuardedListener`: every HTTP server of segue. Nothing else touches uvicorn.
 
-- A connection is *pending* until one of its requests has proven itself; pending ones are few, in all and from
-  one address. The server chooses the proof: a secret (the registry), a whole head (the public server), none
-  (an instance's server).
+- A connection *waits* until one of its requests is let in. The server chooses who is let in: who shows a
+  secret (the registry), a whole head (the public server), nobody (an instance's server). On the public
+  server it waits again when all its requests are answered.
+- At most `max_pending` connections wait: one more closes the oldest. At most `max_requests` have been let in:
+  for one more a connection is closed whose client waits for no answer; else it is refused.
 - Each request, also a later one, has a deadline for its head and for its last byte, and a bound for its head:
   a slow or endless one costs one connection for seconds.
-- When all places are taken, a client that waits for nothing is closed first; one that is answered never is.
+- An offer to speak another protocol (`Upgrade`) is ignored: the request is answered as it stands.
 """
 
 from __future__ import annotations
@@ -21,19 +23,13 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
+import httptools
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from segue.kv import (
-    ErrorInfo,
-    Internal,
-    InvalidRequest,
-    OutOfCapacity,
-    RequestTimeout,
-    RequestTooLarge,
-    SegueError,
-)
+from segue.kv import ErrorInfo, Internal, InvalidRequest, OutOfCapacity, SegueError
+from segue.kv.errors import RequestTimeout, RequestTooLarge
 from segue.kv.session import (
     GIVE_BOTH,
     HANDSHAKE_RECORD,
@@ -61,7 +57,9 @@ MAX_CONNECTIONS: Final = 8192
 #: Descriptors that are not clients' connections: sessions to workers, the registry, files, logs.
 RESERVED_DESCRIPTORS: Final = 256
 
-_Where = dict["GuardedHttp", None]
+#: Headers and options of `Connection` that offer another protocol (RFC 9110, 7.8).
+_HEAD_TOO_LARGE: Final = f"a request's head has more than {MAX_HEAD_BYTES} bytes"
+_OFFERS: Final = frozenset({b"upgrade", b"http2-settings"})
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -85,15 +83,15 @@ class Guard:
     """A server's limits for its clients; times in seconds.
 
     A request's head has `head_s` from its first byte (or the connection's start), its last byte `request_s`.
-    A connection without a request is closed after `idle_s`. At most `max_pending` connections have proven
-    nothing, half of them from one address, and at most `max_members` have; with `head_is_proof` a
-    whole head is all that must be shown. `body_of` is the body of an error that no handler answers,
-    `tls_hint` what to do if only one of client and server speaks TLS.
+    A connection without a request is closed after `idle_s`. At most `max_requests` connections are answered
+    at a time, and at most `max_pending` wait; with `head_is_proof` a whole head is all that must be shown.
+    `body_of` is the body of an error that no handler answers, `tls_hint` what to do if only one of client and
+    server speaks TLS.
     """
 
     head_s: float
     request_s: float
-    max_members: int
+    max_requests: int
     idle_s: float = 5.0
     max_pending: int = MAX_PENDING
     head_is_proof: bool = False
@@ -113,20 +111,15 @@ def raise_descriptor_limit() -> int:
     return 2**31 if hard == resource.RLIM_INFINITY else hard
 
 
-def connection_bounds(descriptors: int) -> tuple[int, int]:
-    """How many pending and how many proven connections a public server may have, besides what else needs
-    descriptors."""
-    places = max(8, min(MAX_CONNECTIONS, descriptors - RESERVED_DESCRIPTORS))
-    pending = places // 4
-    return pending, places - pending
+def max_connections(descriptors: int) -> int:
+    """How many connections a public server may have, besides what else needs descriptors."""
+    return max(8, min(MAX_CONNECTIONS, descriptors - RESERVED_DESCRIPTORS))
 
 
 class GuardedHttp(HttpToolsProtocol):
     """One connection; a `PendingProtocol`. `server_of` is set before anything else is called."""
 
     server_of: GuardedServer
-    #: Which of the server's tables of members it is in, if any.
-    place: _Where | None = None
     _refuse_with: SegueError | None = None
     _refused: SegueError | None = None
     _began_s = 0.0
@@ -192,21 +185,45 @@ class GuardedHttp(HttpToolsProtocol):
             if data[0] == HANDSHAKE_RECORD:
                 self.server_of.spoke_tls(self)
         # In pieces, so that the bound is exact whatever the size of a read: the parser calls us in between.
-        for at in range(0, len(data), MAX_HEAD_BYTES):
-            if self.transport.is_closing():
-                return
+        while data and not self.transport.is_closing():
             if self._in_head:
                 self._start_clock()
-            piece = data[at : at + MAX_HEAD_BYTES]
+            size = MAX_HEAD_BYTES - self._loose_bytes
+            piece, data = data[:size], data[size:]
             self._loose_bytes += len(piece)
-            super().data_received(piece)
-            if self._loose_bytes > MAX_HEAD_BYTES:
-                self._last_words(HeadTooLarge(f"a request's head has more than {MAX_HEAD_BYTES} bytes"))
+            self._unset_keepalive_if_required()
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as end:
+                data = self._without_offer() + piece[end.args[0] :] + data
+            except httptools.HttpParserError:
+                self._last_words(self._refused or InvalidRequest("what came is not an HTTP request"))
+                return
+            if self._loose_bytes >= MAX_HEAD_BYTES:
+                self._last_words(HeadTooLarge(_HEAD_TOO_LARGE))
+
+    def _without_offer(self) -> bytes:
+        """The head that has just ended without its offer of another protocol, for a new parser: the old one
+        takes all that follows for that protocol's."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option for option in value.split(b",") if option.strip().lower() not in _OFFERS]
+                value = b",".join(options)
+            if name not in _OFFERS:
+                lines.append(b"%b: %b\r\n" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        with contextlib.suppress(AttributeError):  # as uvicorn does it: httptools has it from 0.6.3 on
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._loose_bytes = 0
+        return b"".join(lines) + b"\r\n"
 
     # ---- requests -------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         self._begun = True
         # The rest of a read may hold half of the next request, after which nothing comes.
         self._start_clock()
@@ -214,35 +231,50 @@ class GuardedHttp(HttpToolsProtocol):
         self.scope[EXCHANGE] = self._exchange  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
-        self._progress()
         guard = self.server_of.guard
         try:
+            # Counted again: the piece in which the last message ended may hold a part of this head.
+            if (
+                len(self.url) + sum(len(name) + len(value) + 3 for name, value in self.headers)
+                > MAX_HEAD_BYTES
+            ):
+                raise HeadTooLarge(_HEAD_TOO_LARGE)
+            if self.parser.should_upgrade():
+                if self.parser.get_method() == b"CONNECT":
+                    raise InvalidRequest("this server is no proxy: CONNECT is not answered")
+                return  # it comes again without the offer
             if len(self.pipeline) >= MAX_PIPELINED:
                 raise OutOfCapacity(f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
             if guard.head_is_proof:
                 self._let_in()
-        except OutOfCapacity as error:
-            # The parser ends at it, and `send_400_response` says it.
+        except SegueError as error:
+            # The parser ends at it, and `data_received` says it.
             self._refused = error
             raise
+        self._progress()
         self._in_head = False
         if guard.request_s > guard.head_s:
             self._restart_clock(self._began_s)
         super().on_headers_complete()
         self._open.append(HttpExchange(self.cycle))
-        self.server_of.settle(self)
 
     def on_body(self, body: bytes) -> None:
         self._progress()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._progress()
         self._late.lift()
         self._in_head = True
         self._begun = False
         super().on_message_complete()
-        self.server_of.settle(self)
+        if self.answered:  # before its body had come, whose bytes ended uvicorn's timer
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         del self._open[0]
@@ -250,10 +282,16 @@ class GuardedHttp(HttpToolsProtocol):
         if self._late.is_set and self._in_head:
             # Bytes that came meanwhile were not read: their time begins now.
             self._restart_clock(self.loop.time())
-        self.server_of.settle(self)
+        self._may_wait()
 
-    def send_400_response(self, msg: str) -> None:
-        self._last_words(self._refused or InvalidRequest("what came is not an HTTP request"))
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._may_wait()
+
+    def _may_wait(self) -> None:
+        """Wait if all is answered, and the client has read most of it."""
+        if self.answered and not self.flow.write_paused:
+            self.server_of.waits(self)
 
     @property
     def answered(self) -> bool:
@@ -354,10 +392,8 @@ class GuardedServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self.guard = guard
         self._sock = sock
-        #: Members by what they wait for (a request, their body's end, an answer), the longest waiting first.
-        self._idle: _Where = {}
-        self._unfinished: _Where = {}
-        self._answering: _Where = {}
+        #: Connections that are answered, in the order in which they were let in.
+        self._answering: dict[GuardedHttp, None] = {}
         self._up = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.counts: dict[str, int] = {}
@@ -367,6 +403,7 @@ class GuardedServer(uvicorn.Server):
             handshake_s=guard.head_s,
             count=self.count,
             max_pending=guard.max_pending,
+            per_host=guard.max_pending,  # a proxy has one address
             make_room=self._make_room,
             tls_hint=guard.tls_hint,
         )
@@ -379,13 +416,13 @@ class GuardedServer(uvicorn.Server):
 
     @property
     def pending(self) -> int:
-        """Connections that have not proven themselves."""
+        """Connections that wait."""
         return len(self._listener.pending)
 
     @property
-    def members(self) -> int:
-        """Connections that have."""
-        return len(self._idle) + len(self._unfinished) + len(self._answering)
+    def busy(self) -> int:
+        """Connections that are answered."""
+        return len(self._answering)
 
     def start(self) -> asyncio.Task[None]:
         """Begin to serve; the task ends with the server."""
@@ -442,37 +479,23 @@ class GuardedServer(uvicorn.Server):
     # ---- connections ----------------------------------------------------------------------------
 
     def let_in(self, connection: GuardedHttp) -> None:
-        """A request of `connection` has proven itself. OutOfCapacity if there are too many such."""
-        if connection.place is not None:
+        """A request of `connection` is answered from now on. OutOfCapacity if there are too many."""
+        if connection in self._answering:
             return
-        if self.members >= self.guard.max_members and not self._make_room():
-            raise OutOfCapacity(f"{self.guard.max_members} clients are being answered already")
-        connection.place = self._unfinished
-        self._unfinished[connection] = None
+        if len(self._answering) >= self.guard.max_requests and not self._make_room():
+            raise OutOfCapacity(f"{self.guard.max_requests} clients are being answered already")
         self._listener.authenticated(connection)
-        self.settle(connection)
+        self._answering[connection] = None
 
-    def settle(self, connection: GuardedHttp) -> None:
-        """Note what a member waits for now."""
-        if connection.place is None:
-            return
-        where = (
-            self._unfinished
-            if connection.receiving
-            else self._idle
-            if connection.answered
-            else self._answering
-        )
-        if where is not connection.place:
-            del connection.place[connection]
-            where[connection] = None
-            connection.place = where
+    def waits(self, connection: GuardedHttp) -> None:
+        """All requests of `connection` are answered. After a proof by secret it keeps its place."""
+        if self.guard.head_is_proof and connection in self._answering:
+            del self._answering[connection]
+            self._listener.waits(connection, connection.client[0] if connection.client else "")
 
     def left(self, connection: GuardedHttp) -> None:
         """Its socket is gone."""
-        if connection.place is not None:
-            del connection.place[connection]
-            connection.place = None
+        self._answering.pop(connection, None)
         self._listener.closed(connection)
 
     def log_refused(self, where: str, reason: str) -> None:
@@ -491,14 +514,12 @@ class GuardedServer(uvicorn.Server):
         log.log(level, "%s speaks TLS and this side does not; %s", connection.client, hint)
 
     def _make_room(self) -> bool:
-        """End the member that can best be spared: idle for longest, else receiving for longest. False if all
-        are being answered."""
-        where = self._idle or self._unfinished
-        if not where:
+        """End a connection whose client waits for no answer, the first that was let in. False without one."""
+        victim = next((one for one in self._answering if one.receiving or one.answered), None)
+        if victim is None:
             return False
-        victim = next(iter(where))
         self.left(victim)
-        self.count("members_dropped")
+        self.count("requests_dropped")
         victim.cut(OutOfCapacity("others need the connection more"))
         return True
 

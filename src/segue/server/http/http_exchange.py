@@ -88,7 +88,7 @@ class HttpExchange:
         """A whole answer."""
         if not self._cycle.disconnected:
             head = self._head_of(status, (*headers, (b"content-length", b"%d" % len(body))))
-            self._cycle.transport.write(head + body)
+            self._cycle.transport.write(head if self._cycle.scope["method"] == "HEAD" else head + body)
             self._complete()
 
     def begin(self, status: int, headers: Iterable[Header]) -> None:

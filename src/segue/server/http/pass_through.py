@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, Final
 from urllib.parse import quote
 
-import httpx
+import httpx2 as httpx
 import msgspec
 
 from segue.kv import Internal, PeerLost

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from segue.engine.kv_events import KVEvent, Prefixes, net
 from segue.engine.request import Output
-from segue.kv import Incarnation, PeerRefused, SegueError
+from segue.kv import Incarnation, LeaderId, PeerRefused, SegueError
 from segue.kv.session import PeerInfo, Session
 from segue.server.instance.leader import FromFrontend, FrontendGone, Item, Order
 from segue.server.messages.control import (
     Explained,
     Load,
     Outputs,
+    Submit,
 )
 
 log = logging.getLogger("segue.instance")
@@ -30,6 +31,8 @@ class FrontendSessions:
         self.on_explained: Callable[[Incarnation, Explained], None] = lambda _frontend, _answer: None
         #: Puts an item into the leader's inbox; None until there is a leader.
         self.deliver: Callable[[Item], None] | None = None
+        #: Hears where the prefill leader of a request is; decode opens a session with it.
+        self.meet: Callable[[LeaderId, str, int], None] = lambda _leader, _host, _port: None
         self.sessions: dict[Incarnation, Session] = {}
         self.load: Load | None = None
         #: followers of our prefix cache, with the number of the last message to each
@@ -52,6 +55,12 @@ class FrontendSessions:
 
     def received(self, session: Session, message: object) -> None:
         """Orders to the leader, and answers for operators."""
+        if (
+            isinstance(message, Submit)
+            and message.prefill_at is not None
+            and not message.ticket.prefill.is_open
+        ):
+            self.meet(message.ticket.prefill, *message.prefill_at)
         if self.deliver is not None and isinstance(message, Order):
             self.deliver(FromFrontend(session.peer.leader.incarnation, message))
         elif isinstance(message, Explained):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from segue.engine.pool_size import Host
-from segue.kv import available_bytes, cpu_quota
+from segue.kv.transport.memory.host_memory import available_bytes, cpu_quota
 
 
 def this_host(root: Path = Path("/")) -> Host:

@@ -22,7 +22,6 @@ from segue.engine.pages import PagePool
 from segue.kv import (
     HOST,
     Change,
-    ControlPlane,
     Draining,
     Incarnation,
     Internal,
@@ -37,9 +36,10 @@ from segue.kv import (
     model_identity,
     new_incarnation,
 )
+from segue.kv.control_plane import ControlPlane
 from segue.kv.session import SessionHandler, background, is_loopback, tls_from_files
 from segue.server.direct.direct_routes import LazyDirectServer
-from segue.server.frontend.keys import ApiKeys, read_keys
+from segue.server.frontend.keys import ApiKeys
 from segue.server.http.guarded_http import GuardedServer
 from segue.server.instance.frontend_sessions import FrontendSessions
 from segue.server.instance.instance_http import InstanceStatus, start_http
@@ -55,7 +55,7 @@ from segue.server.messages.control import Load
 from segue.server.messages.operate import SetDraining, Switch
 from segue.server.messages.records import RequestRecord
 from segue.server.registry.arrival import until_answered
-from segue.server.registry.client import Registry, RegistryClient
+from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.decode import DecodeScheduler
@@ -125,6 +125,7 @@ class Instance:
         self.transports: tuple[str, ...] = ()
         if config.role is Role.UNIFIED:
             self.plane = ControlPlane(session_config(config, self.me, self.tls), frontends)
+            self.plane.on_lost = self._lost
             self.scheduler: Scheduler = UnifiedScheduler(engine, pool, scheduling)
         else:
             self.manager = self._sights.manager = self._make_manager(memory, frontends)
@@ -150,12 +151,12 @@ class Instance:
         self._draining = False
         self._telling = asyncio.Event()
         self._registered = False
-        self._registry: Registry | None = None
+        self._registry: RegistryClient | None = None
         self._publisher: KVPublisher | None = None
         self.http: GuardedServer | None = None
         self._direct_server: LazyDirectServer | None = None
         #: Keys that clients of the direct-mode server must show, if there are any.
-        self._keys = ApiKeys(read_keys(config.access), config.access.prefix_cache_sharing)
+        self._keys = ApiKeys.of(config.access)
         #: The configuration to serve with once `run` has returned, if the instance was switched.
         self.next_config: InstanceConfig | None = None
         #: Why this instance leaves, if something failed that it cannot be without.
@@ -179,18 +180,17 @@ class Instance:
             self.me,
             model=self.model,
             spec=self.engine.spec,
-            memory=memory,
             transports=names,
             tls=self.tls,
         )
         if workers is None:
-            return KVManager(kv, memory, self._changed, others=others)
+            return KVManager(kv, memory, self._changed, on_rank_lost=self._lost, others=others)
         ranks = [local_rank(kv, memory, HOST), *workers.serve(self.me, names, config, self._lost)]
         return KVManager(kv, ranks, self._changed, on_rank_lost=workers.fail, others=others)
 
     def _lost(self, error: SegueError) -> None:
-        """The replica cannot compute any more: every request ends now, and the instance leaves. From any
-        thread."""
+        """The replica cannot compute any more, or hears nobody: every request ends now, and the instance
+        leaves. From any thread."""
         log.error("leaving: a rank of this replica is lost: %s", error)
         self.failure = self.failure or error
         self.leader.inbox.put(Abandon(error.info))
@@ -301,6 +301,7 @@ class Instance:
                 self.limits.handshake_s,
                 lazy=self._direct_server,
                 keys=self._keys,
+                hosts=(config.peer_host, *config.access.hosts),
             )
             self._stack.push_async_callback(self.http.stop)
             self._spawn(self.http.ended(), "the HTTP server")
@@ -314,14 +315,15 @@ class Instance:
         ):
             return False
         self._registered = True
-        self._spawn(registry.keep_alive(self.me.incarnation), "keep-alive")
+        self._spawn(registry.keep_alive(), "keep-alive")
         self._spawn(service_manager.feed_watchdog(answers=self._answers), "feeding the watchdog")
         self._spawn(self._tell_registry(), "telling the registry whether it drains")
         if self.manager is not None and config.role is Role.DECODE:
             self._spawn(follow_prefill(registry, self.manager), "watch")
+            self.frontends.meet = self.manager.meet_peer
         return True
 
-    def _make_direct_server(self, registry: Registry) -> LazyDirectServer:
+    def _make_direct_server(self, registry: RegistryClient) -> LazyDirectServer:
         config = self.config
         lazy = LazyDirectServer(
             config,
@@ -469,7 +471,7 @@ class Instance:
             self._telling.clear()
             try:
                 if self._registry is not None:
-                    await self._registry.set_draining(self.me.incarnation, self._draining)
+                    await self._registry.set_draining(self._draining)
             except SegueError as error:
                 _registry_trouble(error)
 
@@ -491,7 +493,7 @@ class Instance:
             if self._publisher is not None:
                 self._publisher.close()
 
-    async def _leave(self, registry: Registry) -> None:
+    async def _leave(self, registry: RegistryClient) -> None:
         self._registry = None
         await registry.leave(self.me)
         await self._stack.aclose()

@@ -3,7 +3,7 @@ routers, its endpoints (`server.direct.direct_routes`)."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from segue import __version__
-from segue.kv import PathSpeed, SegueError
+from segue.kv import PathSpeed
 from segue.kv.session import listening
 from segue.server.direct.direct_routes import LazyDirectServer, direct_routes
 from segue.server.frontend.http_server import public_guard
 from segue.server.frontend.keys import ApiKeys, KeyCheck
+from segue.server.frontend.refusals import HANDLERS
 from segue.server.http.guarded_http import Guard, GuardedServer
+from segue.server.http.host_check import HostCheck
 from segue.server.http.readiness import readiness
 from segue.server.instance.operators import HandoffTotals
 from segue.server.messages.control import Load
@@ -166,24 +168,6 @@ class StatusCollector(Collector):
             if speed.nbytes:  # decode, and a prefill that has sent nothing yet, know of none
                 speeds.add_metric([peer, speed.transport], speed.bytes_per_s)
         yield speeds
-        labels = ["peer", "transport", "chosen"]
-        pages = GaugeMetricFamily(
-            "segue_instance_probe_page_seconds",
-            "One page over a path, as its probe measured it",
-            labels=labels,
-        )
-        rates = GaugeMetricFamily(
-            "segue_instance_probe_bytes_per_second",
-            "Many pages over a path, as its probe measured it",
-            labels=labels,
-        )
-        for peer, speed in self._status.paths().items():
-            for one in speed.choice.candidates if speed.choice is not None else ():
-                if one.figures is not None:
-                    about = [peer, one.transport, str(one.transport == speed.transport).lower()]
-                    pages.add_metric(about, one.figures.page_s)
-                    rates.add_metric(about, one.figures.bytes_per_s)
-        yield from (pages, rates)
 
 
 def start_http(
@@ -194,11 +178,13 @@ def start_http(
     *,
     lazy: LazyDirectServer | None = None,
     keys: ApiKeys | None = None,
+    hosts: Iterable[str] = (),
 ) -> GuardedServer:
     """Bind and serve in the current loop; `request_s` is what one request may take to arrive (with a door:
     its head). Raises ConfigError if the port is in use.
 
-    With `lazy` it also generates, for foreign routers. With `keys` clients must show one of them.
+    With `lazy` it also generates, for foreign routers. With `keys` clients must show one of them. `hosts` are
+    further names of this server, for clients without a key.
     """
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
@@ -216,17 +202,14 @@ def start_http(
         return JSONResponse(status.about | {"version": __version__})
 
     async def integrity(request: Request) -> Response:
-        try:
-            state = await status.integrity()
-        except SegueError as error:
-            return Response(msgspec.json.encode({"error": error.info}), error.status, media_type=_JSON)
-        return Response(msgspec.json.encode(state), media_type=_JSON)
+        return Response(msgspec.json.encode(await status.integrity()), media_type=_JSON)
 
     async def metrics(request: Request) -> Response:
         more = lazy.metrics.exposition() if lazy is not None else b""
         return Response(generate_latest(registry) + more, headers={"content-type": CONTENT_TYPE})
 
     routes: list[BaseRoute] = [
+        Route("/", health),
         Route("/health", health),
         Route("/ready", ready),
         Route("/server_info", server_info),
@@ -235,15 +218,16 @@ def start_http(
         Route("/metrics", metrics),
     ]
     # Without TLS: probes, scrapers and routers have no certificate of ours.
-    guard = Guard(head_s=request_s, request_s=request_s, max_members=1)  # nobody proves anything here
-    app: Any = Starlette(routes=routes)
+    guard = Guard(head_s=request_s, request_s=request_s, max_requests=1)  # nobody proves anything here
+    app: Any = Starlette(routes=routes, exception_handlers=HANDLERS)
     if lazy is not None:
         served = str(status.about["served_model_name"])
         app.router.routes += direct_routes(lazy, served, status.load, status.integrity)
         guard = public_guard(head_s=request_s)
         app = KeyCheck(app, keys, lazy.metrics) if keys else app
+    proven = lazy is not None and keys  # without a door nobody is asked for a key
     server = GuardedServer(
-        app,
+        HostCheck(app, hosts=None if proven else (host, *hosts), body_of=guard.body_of),
         listening(host, port, what="the instance's HTTP server", flag="--http-port"),
         guard=guard,
         drain_s=1.0,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from segue.kv import ControlPlane, DeadlineExceeded, Draining, KVManager
+from segue.kv import DeadlineExceeded, Draining, KVManager
+from segue.kv.control_plane import ControlPlane
 from segue.server.instance.leader import Inspect, Leader
 from segue.server.observe.integrity_report import NodeState, busy, process_facts
 from segue.server.schedulers.scheduler import Scheduler

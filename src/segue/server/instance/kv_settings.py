@@ -5,28 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from segue.kv import (
-    KINDS,
-    SCRATCH_BYTES,
-    USABLE,
-    ChecksumMode,
-    ConfigError,
-    DpRanks,
-    HandoffMessage,
-    KVConfig,
-    LeaderId,
-    Memory,
-    PathMessage,
-    PoolSpec,
-    SessionConfig,
-)
+from segue.kv import KINDS, USABLE, ChecksumMode, ConfigError, DpRanks, KVConfig, LeaderId, Memory, PoolSpec
+from segue.kv.config import SessionConfig
+from segue.kv.protocol.messages import HandoffMessage, PathChosen
 from segue.kv.session import Tls
 from segue.server.messages.control import ControlMessage
 from segue.server.messages.operate import OperatorMessage
 from segue.server.settings.commands import InstanceConfig
 
 #: All that the sessions of a leader carry.
-LeaderMessage = HandoffMessage | PathMessage | ControlMessage | OperatorMessage
+LeaderMessage = HandoffMessage | PathChosen | ControlMessage | OperatorMessage
 
 log = logging.getLogger("segue.instance")
 
@@ -63,17 +51,14 @@ def kv_config(
     *,
     model: str,
     spec: PoolSpec,
-    memory: Memory,
     transports: Sequence[str],
     tls: Tls | None,
     rank: int = 0,
 ) -> KVConfig:
     """The hand-off's configuration for rank `rank` of the leader `me`. A port that is given is that of rank
-    0; each rank has the next one. Where `--transport` leaves a choice, and there is scratch in `memory`
-    behind the pool, pairs measure."""
+    0; each rank has the next one."""
     moves_bytes = all(KINDS.kind(name).moves_bytes for name in transports)
     advertised = config.advertise_data_port
-    room = not spec.planes and memory.nbytes - spec.nbytes >= SCRATCH_BYTES
     return KVConfig(
         **vars(session_config(config, me, tls)),
         model=model,
@@ -83,7 +68,6 @@ def kv_config(
         advertise_transport_port=None if advertised is None else advertised + rank,
         dp=dp_ranks(config),
         kv_checksum=ChecksumMode(config.kv_checksum) if moves_bytes else ChecksumMode.OFF,
-        scratch_bytes=SCRATCH_BYTES if room and len(KINDS.names(config.transport)) > 1 else 0,
     )
 
 

@@ -92,20 +92,20 @@ class OperatorSessions:
                 else:
                     self._ask(partial(self._watch, session))
             case Explain(request_id, None):
-                self._find(request_id, partial(self._explained, session))
+                self._find(request_id, partial(self._explained, session, request_id))
             case Explain(request_id, str() as frontend):
                 if (asked := self._frontends.sessions.get(Incarnation(frontend))) is not None:
                     asked.send(Explain(request_id, asker=session.peer.leader))
             case _:
                 log.warning("an operator sent a %s", type(message).__name__)
 
-    def _explained(self, session: Session, records: list[RequestRecord]) -> None:
-        session.send(Explained(records, frontends=sorted(self._frontends.sessions)))
+    def _explained(self, session: Session, request_id: str, records: list[RequestRecord]) -> None:
+        session.send(Explained(records, frontends=sorted(self._frontends.sessions), request_id=request_id))
 
     def on_explained(self, frontend: Incarnation, answer: Explained) -> None:
         """Pass a frontend's answer on to the operator, which may be gone."""
         if answer.asker is not None and (session := self._sessions.get(answer.asker)) is not None:
-            session.send(Explained(answer.records, answer.asker, [frontend]))
+            session.send(msgspec.structs.replace(answer, frontends=[frontend]))
 
     def _watch(self, session: Session, load: Load) -> None:
         sight = self._sight(load)
@@ -197,5 +197,4 @@ class StatusReporter:
             nbytes=path.nbytes,
             succeeded=counts[KVPoll.SUCCESS],
             failed=counts[KVPoll.FAILED],
-            choice=path.choice,
         )

@@ -154,7 +154,6 @@ class HandOffs:
                 order.me,
                 model=self._forward.fingerprint,
                 spec=pool.spec,
-                memory=pool.memory,
                 transports=order.transports,
                 tls=tls_from_files(config.tls, config.peer_host),
                 rank=self._number,

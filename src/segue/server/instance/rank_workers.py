@@ -217,9 +217,8 @@ def _opened_together(config: InstanceConfig, fds: str, pool_bytes: int, folder: 
     identity, limits = model_identity(own.fingerprint, config.engine.dtype), config.limit.limits()
     group = DpGroup(rank, config.dp, links, identity, limits=limits)
     group.meet()
-    forward = DpForward(own, group)
-    engine = make_engine(folder, own, forward)
-    return OpenedReplica(engine, engine.memory, expert_peers=forward)
+    engine = make_engine(folder, own, DpForward(own, group))
+    return OpenedReplica(engine, engine.memory, expert_peers=group)
 
 
 def _loaded(config: InstanceConfig, pool_bytes: int, folder: Path, workers: Workers) -> tuple[Engine, Memory]:

@@ -10,13 +10,15 @@ import logging
 import signal
 from collections.abc import Iterator
 
-from segue.kv import DpRanks, IoThread, KVManager, LeaderId, PrefillInstance, Role
+from segue.kv import DpRanks, IoThread, KVManager, LeaderId, Role
+from segue.kv.protocol.room_ranks import PrefillInstance
 from segue.kv.session import Tls, tls_from_files
 from segue.server.registry.arrival import arrival
 from segue.server.registry.client import InstanceWatch
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.registry.registry_server import serve as serve_registry
 from segue.server.settings.commands import InstanceConfig
+from segue.server.supervisor.lifeline import on_signals
 
 log = logging.getLogger("segue.instance")
 
@@ -50,14 +52,9 @@ def registry_of(config: InstanceConfig) -> Iterator[InstanceConfig | None]:
 
 def _wait(config: InstanceConfig, tls: Tls | None) -> bool:
     async def wait() -> bool:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        try:
+        stop = asyncio.Event()
+        with on_signals(stop.set, signal.SIGINT, signal.SIGTERM):
             return await wait_for_registry(config, tls, stop)
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
 
     return asyncio.run(wait())
 

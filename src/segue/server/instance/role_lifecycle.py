@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable
 
 from segue.engine.models.progress import step
-from segue.kv import LeaderId, successor
+from segue.kv import LeaderId
+from segue.kv.ids import successor
 from segue.kv.session import url_of
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.instance import Instance

@@ -1,4 +1,5 @@
-"""The control channel between a frontend and a replica's leader: typed messages, no addresses.
+"""The control channel between a frontend and a replica's leader: typed messages. The one address in them is
+the frontend's own word about prefill (`Submit.prefill_at`); nothing that a client sends gets there.
 
 The frontend sends `Submit` to both leaders of a ticket at once; decode answers `Outputs`; prefill
 answers only `Outputs` with an error, so that a failure is known at once on either leg. If decode fails before
@@ -14,15 +15,18 @@ import msgspec
 
 from segue.engine.kv_events import FollowPrefixes, Prefixes
 from segue.engine.request import Output, Request
-from segue.kv import ErrorInfo, Incarnation, LeaderId, Ticket
+from segue.kv import ErrorInfo, Incarnation, LeaderId
 from segue.server.messages.records import RequestRecord
+from segue.server.messages.ticket import Ticket
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Frontend → leader: run `request` as `ticket` says."""
+class Submit(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Frontend → leader: run `request` as `ticket` says. `prefill_at` is where the frontend's registry has
+    the ticket's prefill leader: decode, whose registry may name it later, has a session with it then."""
 
     request: Request
     ticket: Ticket
+    prefill_at: tuple[str, int] | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -102,11 +106,14 @@ class Explain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Explained(msgspec.Struct, frozen=True, tag=True):
-    """The answer: what is known there. `frontends`, of a leader, could be asked through it."""
+    """The answer: what is known there of `request_id`. `frontends`, of a leader, could be asked through
+    it."""
 
     records: list[RequestRecord]
     asker: LeaderId | None = None
     frontends: list[Incarnation] = []
+    #: Empty in an answer of a version that does not say it.
+    request_id: str = ""
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag=True):

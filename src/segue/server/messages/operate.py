@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from segue.kv import ErrorInfo, Incarnation, PathChoice, Role
+from segue.kv import ErrorInfo, Incarnation, Role
 from segue.server.messages.control import Explain, Explained, Load
 
 State = Literal["serving", "draining", "drained"]
@@ -37,8 +37,7 @@ class Switch(msgspec.Struct, frozen=True, tag=True):
 
 class PairStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One peer of a leader: the transport between them, what it has carried since their session was opened,
-    and how many hand-offs with it have succeeded and failed since this leader started. `choice` says why it
-    is this transport, where a probe has chosen it."""
+    and how many hand-offs with it have succeeded and failed since this leader started."""
 
     peer: str
     transport: str
@@ -46,7 +45,6 @@ class PairStatus(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     succeeded: int = 0
     failed: int = 0
-    choice: PathChoice | None = None
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):

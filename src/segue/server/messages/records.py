@@ -6,20 +6,21 @@ else.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 
 import msgspec
 
-from segue.kv import ErrorInfo
+from segue.kv import ErrorInfo, InvalidRequest
 
 #: Steps of one record; what comes later is counted.
 MAX_STEPS = 64
 #: Records that a process keeps, and their bytes.
 MAX_RECORDS = 8192
 MAX_RECORDS_BYTES = 8 * 2**20
+#: Characters of a name that records are looked for by: a client's id, its sample and its attempt.
+MAX_NAME_CHARS = 160
 #: Records that one answer holds at most.
 MAX_FOUND = 64
 #: Records among which the latest ones of a role are looked for.
@@ -56,7 +57,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `where` names the process and `role` its kind (`http` for a whole HTTP request). `began` is when it got
     the request, on its own monotonic clock. `seconds` is the time until its end, or so far while it is not
     `ended`. `facts` are counts (tokens, bytes), `traceparent` (W3C) is the span above this one, `span` its
-    own if it is passed on. `attributes` and `inner` are for traces alone.
+    own if it is passed on. `tenant` is the API key of the client where a frontend has several. `attributes`
+    and `inner` are for traces alone.
     """
 
     request_id: str
@@ -74,6 +76,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ended: bool = True
     traceparent: str = ""
     span: str = ""
+    tenant: str = ""
     attributes: dict[str, Attribute] = {}
     inner: InnerSpan | None = None
 
@@ -142,13 +145,32 @@ class Records:
         found = [data for name, data in self._kept if fits(name)]
         return [self._decoder.decode(data) for data in found[-MAX_FOUND:]]
 
-    def latest(self, role: str, count: int) -> list[RequestRecord]:
-        """The latest records of one `role`, the newest first, of the last `MAX_SEARCHED`."""
+    def latest(self, role: str, count: int, tenant: str = "") -> list[RequestRecord]:
+        """The latest records of one `role`, the newest first, of the last `MAX_SEARCHED`; with `tenant` only
+        its own."""
         newest = (self._decoder.decode(data) for _, data in islice(reversed(self._kept), MAX_SEARCHED))
-        return list(islice((record for record in newest if record.role == role), count))
+        found = (record for record in newest if record.role == role and tenant in ("", record.tenant))
+        return list(islice(found, count))
+
+
+def check_name(request_id: str) -> None:
+    """Raises InvalidRequest for a name that no request has, before anybody is asked for it."""
+    if len(request_id) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"a request's id has at most {MAX_NAME_CHARS} characters, not {len(request_id)}")
 
 
 def matcher(request_id: str) -> Callable[[str], bool]:
     """Whether an id is that of `request_id` (a client's `X-Request-ID`), of a sample of it or an attempt."""
-    pattern = re.compile(re.escape(request_id) + r"(-\d+)?(~\d+)?")
-    return lambda name: name.startswith(request_id) and pattern.fullmatch(name) is not None
+
+    def fits(name: str) -> bool:
+        if not name.startswith(request_id):
+            return False
+        sample, tilde, attempt = name[len(request_id) :].partition("~")
+        dash, number = sample[:1], sample[1:]
+        return (not dash or (dash == "-" and _is_number(number))) and (not tilde or _is_number(attempt))
+
+    return fits
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()

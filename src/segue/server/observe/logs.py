@@ -14,12 +14,15 @@ import time
 from types import TracebackType
 from typing import Protocol
 
+from segue.kv.printable import printable
 from segue.server.messages.records import RequestRecord
 from segue.server.settings.shared_config import LogConfig
 
 log = logging.getLogger("segue.requests")
 #: Ends of requests that nobody needs to look at.
 _ORDINARY = {"INVALID_REQUEST", "ABORTED_BY_CLIENT"}
+#: Characters of one line; what a client sends may be in it.
+_LINE_CHARS = 16 * 2**10
 
 
 class TextStream(Protocol):
@@ -35,20 +38,20 @@ class TextStream(Protocol):
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-11-21T03:43:40.123Z INFO  decode-0 segue.leader event=… request_id=…` with newlines escaped,
-    except in a traceback, which stays readable."""
+    """`2026-11-21T03:43:40.123Z INFO  decode-0 segue.leader event=… request_id=…`. Newlines and all other
+    characters that a terminal does not print are escaped; a traceback keeps its lines."""
 
     def __init__(self, part: str) -> None:
         super().__init__()
         self._part = f"{part} " if part else ""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
-        line = f"{_when(record.created)} {record.levelname:<7} {self._part}{record.name} {message}"
+        head = f"{_when(record.created)} {record.levelname:<7} {self._part}{record.name}"
+        line = f"{head} {printable(record.getMessage(), _LINE_CHARS)}"
         if request_id := record.__dict__.get("request_id"):
-            line += f" request_id={request_id}"
+            line += f" request_id={printable(request_id)}"
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            line += "\n" + printable_lines(self.formatException(record.exc_info))
         return line
 
 
@@ -97,12 +100,19 @@ def event(logger: logging.Logger, name: str, **parts: object) -> None:
     logger.info("%s", " ".join([f"event={name}", *words]))
 
 
+def printable_lines(text: str) -> str:
+    """`text` for a terminal: its lines stay, and what else a terminal does not print is escaped."""
+    if text.isprintable():
+        return text
+    return "\n".join(printable(line, _LINE_CHARS) for line in text.split("\n"))
+
+
 def say(text: str, level: int = logging.ERROR) -> None:
     """Print a sentence of a command on standard error, as `segue: …` or as the log's JSON."""
     if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
         logging.getLogger("segue.cli").log(level, "%s", text)
     else:
-        sys.stderr.write(f"segue: {text}\n")
+        sys.stderr.write(f"segue: {printable_lines(text)}\n")
         sys.stderr.flush()
 
 

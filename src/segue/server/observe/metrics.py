@@ -139,7 +139,9 @@ class Metrics:
             "Prompt tokens that were not computed, by the side whose cache had them",
             "side",
         )
-        self.output_tokens = counter("segue_output_tokens", "Tokens generated")
+        self.output_tokens = counter(
+            "segue_output_tokens", "Tokens generated, counted as they reach the frontend"
+        )
         self.prompt_length = quick("segue_prompt_length_tokens", "Prompt length", _TOKENS)
         self.ttft = quick("segue_ttft_seconds", "Request received to first token", SLOW_S)
         self.itl = quick("segue_itl_seconds", "Between two outputs of a generation", FAST_S)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 
 import msgspec
@@ -26,10 +25,10 @@ from segue.kv import (
     SegueError,
     new_incarnation,
 )
-from segue.kv.session import PeerInfo, Session, SessionHandler, SessionNode, Tls, keep_running
+from segue.kv.session import PeerInfo, Session, SessionHandler, SessionNode, Tls
 from segue.server.messages.operate import OperatorMessage
 from segue.server.registry.backends import RegistryBackend
-from segue.server.registry.listed import Shown
+from segue.server.registry.listed import FollowedList
 from segue.server.registry.registry_records import (
     SERVING,
     DrainFlag,
@@ -72,7 +71,7 @@ class AddressBackend(RegistryBackend):
         if len(self._places) > MAX_ADDRESSES:
             raise ConfigError(f"--registry names {len(self._places)} addresses; {MAX_ADDRESSES} are the most")
         self._patience_s = limits.connect_s + limits.handshake_s
-        self._shown = Shown()
+        self._list = FollowedList(self._follow, "the sessions with the addresses of --registry")
         self._sessions: dict[Address, Session] = {}
         self._records: dict[LeaderId, InstanceRecord] = {}
         #: instances all of whose ranks have been there
@@ -81,7 +80,6 @@ class AddressBackend(RegistryBackend):
         self._asked = False
         #: why an address does not answer, said once
         self._said: dict[Address, str] = {}
-        self._task: asyncio.Task[None] | None = None
         self._node = operator_node(self, secret, limits, tls)
 
     # ---- SessionHandler -------------------------------------------------------------------------
@@ -151,23 +149,18 @@ class AddressBackend(RegistryBackend):
         if not self._asked:
             return
         self._complete &= {leader.incarnation for leader in self._records}
-        self._shown.show(
+        shown = self._list.show(
             msgspec.structs.replace(record, complete=leader.incarnation in self._complete)
             for leader, record in self._records.items()
         )
-        self._complete |= {record.incarnation for record in self._shown.instances if record.complete}
+        self._complete |= {record.incarnation for record in shown if record.complete}
 
     # ---- RegistryBackend ------------------------------------------------------------------------
 
     async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
-        if self._task is None:
-            name = "the sessions with the addresses of --registry"
-            self._task = keep_running(self._follow, name=name, failed=self._shown.fail)
-        await self._shown.other_than(version, wait_s)
-        some = [record for record in self._shown.instances if role in (None, record.role)]
-        return InstanceList(version=self._shown.version, epoch="", age_s=math.inf, instances=some)
+        return await self._list.instances(role, version, wait_s)
 
-    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
+    async def put_rank(self, record: InstanceRecord) -> Registered:
         """Nothing to register: the instance itself reports its record."""
         return Registered(version=0, epoch="", complete=record.dp_size == 1)
 
@@ -184,8 +177,7 @@ class AddressBackend(RegistryBackend):
         raise _no_rooms(room)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        self._list.close()
         self._asked = False
         await self._node.close()
 

@@ -1,4 +1,4 @@
-"""How a question of the registry's users reaches the store: over HTTP, or in the same process."""
+"""The registry's operations (`RegistryBackend`), and how they reach our registry over HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import httpx
+import httpx2 as httpx
 import msgspec
 
 from segue.kv import (
@@ -17,7 +17,6 @@ from segue.kv import (
     BootstrapTimeout,
     BootstrapUnreachable,
     ChecksumMismatch,
-    Clock,
     ConfigError,
     Draining,
     Incarnation,
@@ -39,8 +38,6 @@ from segue.server.registry.registry_records import (
     Registered,
     RoomRecord,
 )
-from segue.server.registry.registry_store import RegistryStore
-from segue.server.registry.waiting import StoreWaiter
 
 T = TypeVar("T")
 
@@ -58,10 +55,11 @@ def proxy_in_trouble(status: int) -> bool:
 
 
 class RegistryBackend(ABC):
-    """The store's operations, however they are reached. Each raises SegueErrors only."""
+    """The store's operations, however they are reached. Each raises SegueErrors only. The record of
+    `put_rank` has one replica: the rank that registers."""
 
     @abstractmethod
-    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered: ...
+    async def put_rank(self, record: InstanceRecord) -> Registered: ...
 
     @abstractmethod
     async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None: ...
@@ -191,8 +189,8 @@ class HttpBackend(RegistryBackend):
             transport=transport,
         )
 
-    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
-        path = f"/v1/instances/{record.incarnation}/ranks/{dp_rank}"
+    async def put_rank(self, record: InstanceRecord) -> Registered:
+        path = f"/v1/instances/{record.incarnation}/ranks/{record.replicas[0].dp_rank}"
         return self._decode(await self._ask("PUT", path, body=record), Registered)
 
     async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
@@ -311,32 +309,3 @@ def _ssl_error(error: BaseException) -> ssl.SSLError | None:
             return cause
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-class StoreBackend(RegistryBackend):
-    """A registry store in this process."""
-
-    def __init__(self, store: RegistryStore, clock: Clock) -> None:
-        self._store = store
-        self.waiter = StoreWaiter(store, clock)
-
-    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
-        return self._store.register(record, dp_rank)
-
-    async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
-        self._store.set_draining(incarnation, flag.draining, flag.dp_rank)
-
-    async def delete(self, leader: LeaderId) -> None:
-        self._store.leave(leader)
-
-    async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
-        return await self.waiter.instances(role, version, wait_s)
-
-    async def put_room(self, room: int, record: RoomRecord) -> None:
-        self._store.register_room(room, record)
-
-    async def room(self, room: int, wait_s: float) -> LeaderId | None:
-        return await self.waiter.room(room, wait_s)
-
-    async def close(self) -> None:
-        self.waiter.close()

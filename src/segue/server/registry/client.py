@@ -1,16 +1,16 @@
-"""The registry as its users see it: `Registry`, over the network or in the same process.
+"""The registry as one process uses it: it registers one rank and keeps it alive, and watches instances.
 
-Both implementations share everything but the way a question reaches the store (`RegistryBackend`), so that a
-test with `LocalRegistry` tests what `RegistryClient` does.
+`BackendRegistry` does so over any `RegistryBackend`, `RegistryClient` over the one that a URL names. All
+errors are SegueErrors.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Protocol, TypeVar
 
-import httpx
+import httpx2 as httpx
 import msgspec
 
 from segue.kv import (
@@ -23,19 +23,18 @@ from segue.kv import (
     InvalidRequest,
     LeaderId,
     Limits,
-    NotFound,
+    MonotonicClock,
     PeerRestarted,
     Role,
     SegueError,
 )
+from segue.kv.errors import NotFound
 from segue.kv.session import Backoff, Tls, awaited
 from segue.server.registry.address_backend import AddressBackend
-from segue.server.registry.backends import HttpBackend, RegistryBackend, StoreBackend
+from segue.server.registry.backends import HttpBackend, RegistryBackend
 from segue.server.registry.etcd_backend import EtcdBackend
 from segue.server.registry.registry_records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
 from segue.server.registry.registry_server import MAX_WAIT_S
-from segue.server.registry.registry_store import RegistryStore
-from segue.server.registry.waiting import SystemClock
 
 T = TypeVar("T")
 ErrorReport = Callable[[SegueError], None]
@@ -76,45 +75,8 @@ class InstanceWatch(Protocol):
         ...
 
 
-class Registry(InstanceWatch, Protocol):
-    """Lists the instances, and the DP rank that owns each room. All errors are SegueErrors."""
-
-    async def register(self, record: InstanceRecord) -> None:
-        """Register the ranks in `record.replicas` (usually one: the caller's own)."""
-        ...
-
-    async def keep_alive(self, incarnation: Incarnation) -> None:
-        """Keep what was registered alive, also across restarts of the registry, until `leave` (then
-        it returns) or cancellation. Raises if the registry says that this incarnation is over
-        (PeerRestarted, Draining) or contradicts itself (DpRankConflict)."""
-        ...
-
-    async def leave(self, leader: LeaderId) -> None:
-        """Say that this rank is gone; the others stay. Never raises because the registry is away."""
-        ...
-
-    async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
-        """Flag that the ranks that were registered here take no new work, or take it again (of an instance
-        that was not: all of its ranks). The next keep-alive repeats a flag that the registry did not hear."""
-        ...
-
-    async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
-        """Say that `room` belongs to `leader` for `ttl_s` seconds; a registry that is away is tried for so
-        long. DpRankConflict if it belongs to another. The keep-alive of `leader` says it again to a registry
-        that has restarted."""
-        ...
-
-    async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
-        """The owner of `room`; waits until it is registered. BootstrapTimeout after `timeout_s`."""
-        ...
-
-    async def aclose(self) -> None:
-        """End every watch and keep-alive, and give the connections back."""
-        ...
-
-
 class BackendRegistry:
-    """`Registry` over a backend."""
+    """The registry behind `backend`, for one process: of an instance that is the rank of one leader."""
 
     def __init__(
         self,
@@ -124,14 +86,18 @@ class BackendRegistry:
         clock: Clock | None = None,
     ) -> None:
         self.backend = backend
-        self._clock = clock or SystemClock()
+        self._clock = clock or MonotonicClock()
         self._ttl_s = limits.registry_ttl_s
         #: how long one question waits: of a registry whose machine is gone nobody tells, and it is noticed as
         #: soon as it would notice us
         self._longest_s = min(MAX_WAIT_S, self._ttl_s)
         self._max_rooms = limits.max_transfers
         self._on_error = on_error
-        self._own: dict[Incarnation, InstanceRecord] = {}
+        #: the record of our rank, from its registration until it leaves
+        self._own: InstanceRecord | None = None
+        self._left = asyncio.Event()
+        #: the registry has not heard of our drain flag
+        self._unsaid = False
         #: rooms that are registered here, with the time of their end; the oldest first
         self._rooms: dict[int, tuple[LeaderId, float]] = {}
         #: the life of the registry that has answered last
@@ -139,36 +105,31 @@ class BackendRegistry:
         #: rooms that the registry has forgotten and not been told again, and whether there are any
         self._unsaid_rooms: list[int] = []
         self._forgotten = asyncio.Event()
-        self._left: dict[Incarnation, asyncio.Event] = {}
-        #: drain flags that the registry has not heard of
-        self._unsaid: set[Incarnation] = set()
         self._closing = asyncio.Event()
         #: The last error that `watch` or `keep_alive` survived; None once the registry answers.
         self.last_error: SegueError | None = None
 
     async def register(self, record: InstanceRecord) -> None:
+        """Register the one rank in `record.replicas`."""
         complete = await self._put(record)
-        known = self._own.get(record.incarnation)
-        if known is not None:
-            more = {r.dp_rank: r for r in (*known.replicas, *record.replicas)}
-            record = msgspec.structs.replace(record, replicas=list(more.values()))
-        self._own[record.incarnation] = msgspec.structs.replace(record, complete=complete)
-        self._left.setdefault(record.incarnation, asyncio.Event())
+        self._own = msgspec.structs.replace(record, complete=complete)
 
-    async def keep_alive(self, incarnation: Incarnation) -> None:
-        left = self._left.get(incarnation)
-        if left is None:
-            raise NotFound(f"{incarnation[:8]} was not registered here")
+    async def keep_alive(self) -> None:
+        """Keep our rank alive, also across restarts of the registry, until `leave` (then it returns) or
+        cancellation. Raises if the registry says that this incarnation is over (PeerRestarted, Draining) or
+        contradicts itself (DpRankConflict)."""
+        if self._own is None:
+            raise NotFound("nothing was registered here")
         backoff = Backoff(longest_s=LONGEST_PAUSE_S)
         wait_s, also = self._ttl_s / 3, [self._forgotten]
         while True:
-            await self._pause(wait_s, left, *also)
-            if left.is_set() or self._closing.is_set():
+            await self._pause(wait_s, self._left, *also)
+            if self._left.is_set() or self._closing.is_set():
                 return
             try:
-                await self._say_again(incarnation)
+                await self._say_again()
             except SegueError as error:
-                if left.is_set() or self._closing.is_set():
+                if self._left.is_set() or self._closing.is_set():
                     return
                 if isinstance(error, _OVER):
                     raise
@@ -180,37 +141,32 @@ class BackendRegistry:
             wait_s, also = self._ttl_s / 3, [self._forgotten]
 
     async def leave(self, leader: LeaderId) -> None:
-        record = self._own.get(leader.incarnation)
-        rest = [r for r in record.replicas if r.dp_rank != leader.dp_rank] if record is not None else []
-        if record is not None and rest:
-            self._own[leader.incarnation] = msgspec.structs.replace(record, replicas=rest)
-        else:
-            self._own.pop(leader.incarnation, None)
-            self._unsaid.discard(leader.incarnation)
-            left = self._left.pop(leader.incarnation, None)
-            if left is not None:
-                left.set()
+        """Say that our rank is gone; others of its instance stay. Never raises because the registry is
+        away."""
+        self._own = None
+        self._left.set()
         try:
             await self.backend.delete(leader)
         except SegueError as error:
             self._report(error)  # it will hear of us no more, and drop us after its TTL
 
-    async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
-        record = self._own.get(incarnation)
-        if record is None:
-            await self.backend.put_draining(incarnation, DrainFlag(draining=draining))
-            return
+    async def set_draining(self, draining: bool) -> None:
+        """Flag that our rank takes no new work, or takes it again. The next keep-alive repeats a flag that
+        the registry did not hear."""
+        if self._own is None:
+            raise NotFound("nothing was registered here")
         # Remembered first: a registry that is away, or restarts, learns it from the next keep-alive.
-        self._own[incarnation] = msgspec.structs.replace(record, draining=draining)
-        self._unsaid.add(incarnation)
+        self._own = msgspec.structs.replace(self._own, draining=draining)
+        self._unsaid = True
         try:
-            await self._say_draining(incarnation)
+            await self._say_draining()
         except SegueError as error:
-            if isinstance(error, _OVER):
+            if self._own is not None and isinstance(error, _OVER):
                 raise
             self._report(error)
 
     async def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
+        """See `InstanceWatch.watch`."""
         view = InstanceView(self._ttl_s, self._clock)
         backoff = Backoff(longest_s=LONGEST_PAUSE_S)
         shown: list[InstanceRecord] | None = None
@@ -237,6 +193,9 @@ class BackendRegistry:
                 yield list(ready)
 
     async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
+        """Say that `room` belongs to `leader` for `ttl_s` seconds; a registry that is away is tried for so
+        long. DpRankConflict if it belongs to another. The keep-alive says it again to a registry that has
+        restarted."""
         until, backoff = self._clock.now() + ttl_s, Backoff(longest_s=LONGEST_PAUSE_S)
         # Before it is said: the answer of a registry that has ended since may be heard after that of the next
         # one, which is told what is known here by then.
@@ -260,6 +219,7 @@ class BackendRegistry:
             raise
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
+        """The owner of `room`; waits until it is registered. BootstrapTimeout after `timeout_s`."""
         backoff = Backoff(longest_s=LONGEST_PAUSE_S)
         trouble: SegueError | None = None
         try:
@@ -285,6 +245,7 @@ class BackendRegistry:
         raise Draining("the registry's client was closed", room=room)
 
     async def aclose(self) -> None:
+        """End every watch and keep-alive, and give the connections back."""
         self._closing.set()
         await self.backend.close()
 
@@ -300,45 +261,31 @@ class BackendRegistry:
 
     def _may_pass(self, error: SegueError, leader: LeaderId) -> bool:
         """A registry that knows nothing of us has begun anew, once more since we told it who we are."""
-        return error.info.retryable or (isinstance(error, NotFound) and leader.incarnation in self._own)
+        return error.info.retryable or (isinstance(error, NotFound) and self._is_ours(leader))
 
-    async def _say_again(self, incarnation: Incarnation) -> None:
+    def _is_ours(self, leader: LeaderId) -> bool:
+        return self._own is not None and self._own.incarnation == leader.incarnation
+
+    async def _say_again(self) -> None:
         """All that a registry may have forgotten."""
-        complete = await self._of_ours(incarnation, self._put)
-        if (record := self._own.get(incarnation)) is not None:
-            complete = record.complete or bool(complete)
-            self._own[incarnation] = msgspec.structs.replace(record, complete=complete)
-        if incarnation in self._unsaid:
-            await self._say_draining(incarnation)
+        if self._own is None:
+            return
+        complete = await self._put(self._own)
+        if self._own is not None:  # it may have left meanwhile
+            self._own = msgspec.structs.replace(self._own, complete=complete)
+        if self._unsaid:
+            await self._say_draining()
         await self._say_rooms()
-
-    async def _of_ours(
-        self, incarnation: Incarnation, say: Callable[[InstanceRecord], Awaitable[bool]]
-    ) -> bool | None:
-        """Say something of those of our ranks that have not left. None if all have."""
-        while (record := self._own.get(incarnation)) is not None:
-            try:
-                return await say(record)
-            except (NotFound, *_OVER):
-                now = self._own.get(incarnation)
-                if now is not None and len(now.replicas) == len(record.replicas):
-                    raise
-                # One of them has left meanwhile, which is what we were told: the others live.
-        return None
 
     async def _put(self, record: InstanceRecord) -> bool:
         """Returns whether all ranks of the instance have been there."""
-        complete = record.complete
-        for replica in record.replicas:
-            one = msgspec.structs.replace(record, replicas=[replica])
-            answer = await self.backend.put_rank(one, replica.dp_rank)
-            complete = complete or answer.complete
-            if self._rooms and (answer.new or self._epoch not in ("", answer.epoch)):
-                # Said by a keep-alive, at once: not by each request that finds it out and has a deadline.
-                self._unsaid_rooms = list(self._rooms)
-                self._forgotten.set()
-            self._epoch = answer.epoch
-        return complete
+        answer = await self.backend.put_rank(record)
+        if self._rooms and (answer.new or self._epoch not in ("", answer.epoch)):
+            # Said by a keep-alive, at once: not by each request that finds it out and has a deadline.
+            self._unsaid_rooms = list(self._rooms)
+            self._forgotten.set()
+        self._epoch = answer.epoch
+        return record.complete or answer.complete
 
     async def _put_room(self, room: int, leader: LeaderId, until: float) -> None:
         ttl_s = until - self._clock.now()
@@ -346,11 +293,10 @@ class BackendRegistry:
         try:
             await self.backend.put_room(room, body)
         except NotFound:
-            record = self._own.get(leader.incarnation)
-            if record is None:
+            if self._own is None or not self._is_ours(leader):
                 raise
             # The registry restarted and has not heard of us yet.
-            await self._put(record)
+            await self._put(self._own)
             await self.backend.put_room(room, body)
 
     async def _say_rooms(self) -> None:
@@ -377,23 +323,17 @@ class BackendRegistry:
                 self._forgotten.set()
                 return
 
-    async def _say_draining(self, incarnation: Incarnation) -> None:
-        draining = await self._of_ours(incarnation, self._put_draining)
-        known = self._own.get(incarnation)
-        if known is not None and known.draining == draining:
-            self._unsaid.discard(incarnation)
-
-    async def _put_draining(self, record: InstanceRecord) -> bool:
-        """Returns the flag."""
-        flags = [DrainFlag(draining=record.draining, dp_rank=replica.dp_rank) for replica in record.replicas]
+    async def _say_draining(self) -> None:
+        if (record := self._own) is None:
+            return
+        flag = DrainFlag(draining=record.draining, dp_rank=record.replicas[0].dp_rank)
         try:
-            for flag in flags:
-                await self.backend.put_draining(record.incarnation, flag)
+            await self.backend.put_draining(record.incarnation, flag)
         except NotFound:
             await self._put(record)  # the registry restarted and has not heard of us yet
-            for flag in flags:
-                await self.backend.put_draining(record.incarnation, flag)
-        return record.draining
+            await self.backend.put_draining(record.incarnation, flag)
+        if self._own is not None and self._own.draining == flag.draining:
+            self._unsaid = False
 
     def _report(self, error: SegueError) -> None:
         self.last_error = error
@@ -494,17 +434,3 @@ class RegistryClient(BackendRegistry):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(open_backend(url, secret, limits, tls, transport), limits, on_error)
-
-
-class LocalRegistry(BackendRegistry):
-    """A registry in this process and loop, without HTTP; `store` may also be served to others."""
-
-    def __init__(
-        self,
-        store: RegistryStore,
-        *,
-        limits: Limits,
-        clock: Clock | None = None,
-        on_error: ErrorReport | None = None,
-    ) -> None:
-        super().__init__(StoreBackend(store, clock or SystemClock()), limits, on_error, clock)

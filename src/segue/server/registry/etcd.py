@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import httpx
+import httpx2 as httpx
 import msgspec
 
 from segue.kv import (

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
-from collections import OrderedDict
 from contextlib import aclosing
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,15 +35,16 @@ from segue.kv import (
     InvalidRequest,
     LeaderId,
     Limits,
-    NotFound,
+    MonotonicClock,
     PeerRestarted,
     Role,
     SegueError,
 )
-from segue.kv.session import Tls, is_loopback, keep_running
+from segue.kv.errors import NotFound
+from segue.kv.session import Tls, is_loopback
 from segue.server.registry.backends import RegistryBackend
 from segue.server.registry.etcd import Compacted, Etcd, KeyEvent, Kv, NoLease
-from segue.server.registry.listed import Shown, listed
+from segue.server.registry.listed import FollowedList, listed
 from segue.server.registry.registry_records import (
     DrainFlag,
     InstanceList,
@@ -53,22 +53,26 @@ from segue.server.registry.registry_records import (
     RoomRecord,
 )
 from segue.server.registry.sealed import Seal
-from segue.server.registry.waiting import SystemClock
 from segue.server.settings.registry_address import bracket, registry_places, registry_user
-
-log = logging.getLogger(__name__)
 
 #: How often somebody else may write between our read and our write, one after the other.
 _TRIES = 8
-#: Ranks that have left, which a late keep-alive must not register again: the newest are remembered.
-MAX_GONE = 4096
 #: A lease for rooms serves those that come within this time.
 _ROOM_LEASE_S = 60
 _MAX_ROOM_TTL_S = 3600.0
 
 
+class _OwnRank(NamedTuple):
+    """The rank that this process has registered, its key and its lease."""
+
+    leader: LeaderId
+    dp_size: int
+    key: bytes
+    lease: int
+
+
 class EtcdBackend(RegistryBackend):
-    """The registry in the etcd cluster that `url` names."""
+    """The registry in the etcd cluster that `url` names, for one rank at most."""
 
     def __init__(
         self, url: str, secret: bytes | None, limits: Limits, tls: Tls | None, clock: Clock | None = None
@@ -83,24 +87,23 @@ class EtcdBackend(RegistryBackend):
         self._ranks = self._seal.prefix + b"ranks/"
         self._rooms = self._seal.prefix + b"rooms/"
         self._ttl_s = limits.registry_ttl_s
-        self._mirror = _Mirror(self._etcd, self._seal, self._ranks, self._ttl_s, clock or SystemClock())
-        self._clock = clock or SystemClock()
-        #: registrations of this process: key and lease
-        self._own: dict[LeaderId, tuple[bytes, int]] = {}
-        self._sizes: dict[Incarnation, int] = {}
-        self._gone: OrderedDict[LeaderId, None] = OrderedDict()
+        self._mirror = _Mirror(self._etcd, self._seal, self._ranks, self._ttl_s, clock or MonotonicClock())
+        self._clock = clock or MonotonicClock()
+        self._own: _OwnRank | None = None
+        #: the rank that has left, which a late keep-alive must not register again
+        self._gone: LeaderId | None = None
         self._room_lease, self._room_lease_ends = 0, -math.inf
 
     # ---- ranks ------------------------------------------------------------------------------------
 
-    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
-        leader = LeaderId(record.incarnation, dp_rank)
+    async def put_rank(self, record: InstanceRecord) -> Registered:
         where = record.replicas[0]
+        leader = LeaderId(record.incarnation, where.dp_rank)
         key = self._ranks + f"{bracket(where.host)}:{where.port}".encode()
-        mine = self._own.get(leader)
-        if mine is None or mine[0] != key:
+        mine = self._own if self._own is not None and self._own.leader == leader else None
+        if mine is None or mine.key != key:
             await self._check(record)
-        lease = mine[1] if mine is not None else None
+        lease = mine.lease if mine is not None else None
         if lease is not None and not await self._etcd.keep_alive(lease):
             lease = None
         for _ in range(_TRIES):
@@ -129,16 +132,15 @@ class EtcdBackend(RegistryBackend):
             except NoLease:
                 lease = None
                 continue
-            if leader in self._gone:
+            if leader == self._gone:
                 await self._etcd.revoke(lease)
             elif written:
-                mine = self._own[leader] = key, lease
-                self._sizes[leader.incarnation] = record.dp_size
+                mine = self._own = _OwnRank(leader, record.dp_size, key, lease)
         self._still_here(leader)
         raise _too_often(key)
 
     def _still_here(self, leader: LeaderId) -> None:
-        if leader in self._gone:
+        if leader == self._gone:
             raise Draining(f"rank {leader} has left the registry and cannot come back")
 
     async def _check(self, record: InstanceRecord) -> None:
@@ -159,13 +161,7 @@ class EtcdBackend(RegistryBackend):
 
     def _record(self, kv: Kv) -> InstanceRecord | None:
         """The record of a rank; None if there is none or it was written without the secret."""
-        if not kv.mod_revision:
-            return None
-        try:
-            return self._seal.open(kv.key, kv.value, InstanceRecord)
-        except SegueError as error:
-            log.warning("event=registry_value_ignored reason=%r", str(error))
-            return None
+        return self._seal.open(kv.key, kv.value, InstanceRecord) if kv.value else None
 
     async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
         found = False
@@ -188,23 +184,19 @@ class EtcdBackend(RegistryBackend):
             raise NotFound(f"no instance {incarnation[:8]} is registered")
 
     async def delete(self, leader: LeaderId) -> None:
-        self._gone[leader] = None
-        if len(self._gone) > MAX_GONE:
-            self._gone.popitem(last=False)
-        _, lease = self._own.pop(leader, (b"", None))
+        self._gone, own = leader, self._own
         for kv in (await self._etcd.read(self._ranks)).kvs:
             record = self._record(kv)
             if record is None or LeaderId(record.incarnation, _dp_rank(record)) != leader:
                 continue
             left = msgspec.structs.replace(record, replicas=[])
             await self._etcd.put(kv, self._seal.close(kv.key, left), None)
-        if lease is not None:
-            await self._etcd.revoke(lease)
+        if own is not None and own.leader == leader:
+            self._own = None
+            await self._etcd.revoke(own.lease)
 
     async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
-        found = await self._mirror.instances(version, wait_s)
-        some = [record for record in found.instances if role in (None, record.role)]
-        return msgspec.structs.replace(found, instances=some)
+        return await self._mirror.instances(role, version, wait_s)
 
     # ---- rooms ------------------------------------------------------------------------------------
 
@@ -212,11 +204,11 @@ class EtcdBackend(RegistryBackend):
         key, leader = self._room_key(room), LeaderId(record.incarnation, record.dp_rank)
         if not 0 < record.ttl_s < math.inf:
             raise InvalidRequest(f"ttl_s must be positive and finite, not {record.ttl_s}", room=room)
-        dp_size = self._sizes.get(leader.incarnation)
-        if dp_size is None:
+        if self._own is None or self._own.leader.incarnation != leader.incarnation:
             raise NotFound(f"no instance {leader.incarnation[:8]} is registered here", room=room)
-        if not 0 <= leader.dp_rank < dp_size:
-            raise DpRankOutOfRange(f"there are ranks 0 … {dp_size - 1}, not {leader.dp_rank}", room=room)
+        if not 0 <= leader.dp_rank < self._own.dp_size:
+            last = self._own.dp_size - 1
+            raise DpRankOutOfRange(f"there are ranks 0 … {last}, not {leader.dp_rank}", room=room)
         for _ in range(_TRIES):
             known, _ = await self._etcd.get(key)
             owner = self._leader(known)
@@ -256,11 +248,7 @@ class EtcdBackend(RegistryBackend):
         return self._rooms + str(room).encode()
 
     def _leader(self, kv: Kv) -> LeaderId | None:
-        try:
-            return self._seal.open(kv.key, kv.value, LeaderId) if kv.value else None
-        except SegueError as error:
-            log.warning("event=registry_value_ignored reason=%r", str(error))
-            return None
+        return self._seal.open(kv.key, kv.value, LeaderId) if kv.value else None
 
     async def _lease_for_rooms(self, ttl_s: float) -> int:
         """A lease that lives for `ttl_s` more, and not for much longer."""
@@ -285,75 +273,61 @@ class _Mirror:
         self._prefix = prefix
         self._ttl_s = ttl_s
         self._clock = clock
-        self._records: dict[bytes, tuple[Kv, InstanceRecord]] = {}
-        self._shown = Shown()
+        #: by key: the revision of its creation, and the record
+        self._records: dict[bytes, tuple[int, InstanceRecord]] = {}
+        self._list = FollowedList(self._follow, "the watch of etcd")
         #: changes when somebody vanished without a word, see the module's docstring
         self._epoch, self._epoch_began = 0, -math.inf
-        self._task: asyncio.Task[None] | None = None
 
-    async def instances(self, version: int | None, wait_s: float) -> InstanceList:
-        """The list as soon as its version is not `version`, at the latest after `wait_s`. Raises what keeps
-        the watch from going on."""
-        if self._task is None:
-            self._task = keep_running(self._follow, name="the watch of etcd", failed=self._shown.fail)
-        await self._shown.other_than(version, wait_s)
-        return InstanceList(
-            version=self._shown.version,
-            epoch=str(self._epoch),
-            age_s=self._clock.now() - self._epoch_began + self._ttl_s / 2,
-            instances=self._shown.instances,
-        )
+    async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
+        """See `FollowedList.instances`, but for the life of the list."""
+        found = await self._list.instances(role, version, wait_s)
+        age_s = self._clock.now() - self._epoch_began + self._ttl_s / 2
+        return msgspec.structs.replace(found, epoch=str(self._epoch), age_s=age_s)
 
     def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        self._list.close()
 
     async def _follow(self) -> None:
         while True:
             read = await self._etcd.read(self._prefix)
-            self._take(read.kvs, whole=True)
+            self._begin(read.kvs)
             news = self._etcd.watch(self._prefix, read.revision + 1, self._ttl_s, prefix=True)
             with contextlib.suppress(Compacted):
                 async with aclosing(news):
                     async for events in news:
                         self._hear(events)
 
-    def _take(self, kvs: list[Kv], *, whole: bool) -> None:
-        """The keys as they are now; if these are the `whole`, others have vanished."""
-        before = self._records
-        self._records = {} if whole else dict(before)
+    def _begin(self, kvs: list[Kv]) -> None:
+        """These are all the keys: those that are not among them have vanished."""
+        before, self._records = self._records, {}
         for kv in kvs:
-            known = before.get(kv.key)
-            if known is not None and known[0].value == kv.value:
-                self._records[kv.key] = kv, known[1]
-                continue
-            self._records.pop(kv.key, None)
-            try:
-                record = self._seal.open(kv.key, kv.value, InstanceRecord)
-            except SegueError as error:
-                log.warning("event=registry_value_ignored reason=%r", str(error))
-                continue
-            self._records[kv.key] = kv, record
+            self._take(kv)
         there = {kv.key for kv in kvs}
-        if whole and any(record.replicas for key, (_, record) in before.items() if key not in there):
+        if any(record.replicas for key, (_, record) in before.items() if key not in there):
             self._vanished()
         self._show()
 
     def _hear(self, events: list[KeyEvent]) -> None:
         for event in events:
             if not event.gone:
-                self._take([event.kv], whole=False)
+                self._take(event.kv)
             elif (known := self._records.pop(event.kv.key, None)) is not None and known[1].replicas:
                 self._vanished()
         self._show()
+
+    def _take(self, kv: Kv) -> None:
+        self._records.pop(kv.key, None)
+        if (record := self._seal.open(kv.key, kv.value, InstanceRecord)) is not None:
+            self._records[kv.key] = kv.create_revision, record
 
     def _vanished(self) -> None:
         self._epoch += 1
         self._epoch_began = self._clock.now()
 
     def _show(self) -> None:
-        order = sorted(self._records.values(), key=lambda pair: pair[0].create_revision)
-        self._shown.show(record for _, record in order if record.replicas)
+        order = sorted(self._records.values(), key=lambda pair: pair[0])
+        self._list.show(record for _, record in order if record.replicas)
 
 
 def _same(one: InstanceRecord, other: InstanceRecord) -> bool:

@@ -35,20 +35,19 @@ from segue.kv import (
     InvalidRequest,
     LeaderId,
     Limits,
-    NotFound,
-    RequestTooLarge,
     Role,
     SegueError,
     Unauthorized,
-    status_of,
 )
+from segue.kv.errors import NotFound, RequestTooLarge, status_of
 from segue.kv.session import Tls, awaited, is_loopback, listening, url_of
 from segue.server.http.guarded_http import LET_IN, ErrorBody, Guard, GuardedServer
+from segue.server.http.host_check import HostCheck
 from segue.server.http.readiness import readiness
 from segue.server.registry.message_headers import DIGEST_HEADER, authorized, digest_of
 from segue.server.registry.registry_records import DrainFlag, InstanceRecord, RoomRecord
 from segue.server.registry.registry_store import RegistryStore
-from segue.server.registry.waiting import AwakeClock, StoreWaiter, SystemClock
+from segue.server.registry.waiting import AwakeClock, StoreBackend
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +137,9 @@ async def _gone(request: Request) -> None:
 class _Api:
     """The handlers; each may raise a SegueError."""
 
-    def __init__(self, waiter: StoreWaiter) -> None:
-        self.waiter = waiter
-        self.store = waiter.store
+    def __init__(self, backend: StoreBackend) -> None:
+        self.backend = backend
+        self.store = backend.store
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -154,7 +153,7 @@ class _Api:
             raise InvalidRequest(f"{text[:64]!r} is no role; roles are {', '.join(Role)}")
         role = Role(text) if text else None
         version = _number(request, "version", int)
-        return _json(await _while_connected(request, self.waiter.instances(role, version, _wait_s(request))))
+        return _json(await _while_connected(request, self.backend.instances(role, version, _wait_s(request))))
 
     async def put_rank(self, request: Request) -> Response:
         record = await _body(request, InstanceRecord)
@@ -187,23 +186,16 @@ class _Api:
         room = _number(request, "room", int, path=True)
         assert room is not None
         wait_s = _wait_s(request)
-        leader = await _while_connected(request, self.waiter.room(room, wait_s))
+        leader = await _while_connected(request, self.backend.room(room, wait_s))
         if leader is None:
             raise BootstrapTimeout(f"nobody registered room {room} within {wait_s} s", room=max(room, 0))
         return _json(leader)
 
 
-def registry_app(
-    store: RegistryStore,
-    secret: bytes | None,
-    limits: Limits,
-    *,
-    clock: Clock | None = None,
-    waiter: StoreWaiter | None = None,
-) -> Starlette:
+def registry_app(backend: StoreBackend, secret: bytes | None) -> Starlette:
     """The registry as an ASGI app. With a secret every query but health needs the bearer token;
     without one only clients on loopback are answered."""
-    api = _Api(waiter or StoreWaiter(store, clock or SystemClock(), max_waiters=4 * limits.max_queue))
+    api = _Api(backend)
 
     def guarded(handler: Handler, *, open_to_all: bool = False) -> Handler:
         async def handle(request: Request) -> Response:
@@ -258,11 +250,9 @@ def _authenticate(request: Request, secret: bytes | None) -> None:
 class RegistryServer:
     """A running registry. Made by `serve`."""
 
-    def __init__(
-        self, store: RegistryStore, waiter: StoreWaiter, server: GuardedServer, *, encrypted: bool
-    ) -> None:
-        self.store = store
-        self.waiter = waiter
+    def __init__(self, backend: StoreBackend, server: GuardedServer, *, encrypted: bool) -> None:
+        self.store = backend.store
+        self._backend = backend
         self.host, self.port = server.address
         self.server = server
         self._scheme = "https" if encrypted else "http"
@@ -279,7 +269,7 @@ class RegistryServer:
 
     async def close(self) -> None:
         """Release waiting queries and stop. Returns when the port is free again."""
-        self.waiter.close()
+        await self._backend.close()
         await self.server.stop()
 
 
@@ -304,17 +294,23 @@ async def serve(
         )
     clock = clock or AwakeClock()
     store = store or RegistryStore(clock, ttl_s=limits.registry_ttl_s)
-    waiter = StoreWaiter(store, clock, max_waiters=4 * limits.max_queue)
+    backend = StoreBackend(store, clock, max_waiters=4 * limits.max_queue)
+    app = HostCheck(
+        registry_app(backend, secret),
+        hosts=(host,) if secret is None else None,
+        body_of=lambda error: msgspec.json.encode(ErrorBody(error.info)),
+        hosts_hint="give all parts the same --secret-file",
+    )
     http = GuardedServer(
-        registry_app(store, secret, limits, waiter=waiter),
+        app,
         sock,
         server_tls=tls.server if tls is not None else None,
         guard=Guard(
-            head_s=limits.handshake_s, request_s=limits.handshake_s, max_members=4 * limits.max_queue
+            head_s=limits.handshake_s, request_s=limits.handshake_s, max_requests=4 * limits.max_queue
         ),
         drain_s=2.0,
     )
-    server = RegistryServer(store, waiter, http, encrypted=tls is not None)
+    server = RegistryServer(backend, http, encrypted=tls is not None)
     try:
         await server.started()
     except BaseException:

@@ -25,12 +25,12 @@ from segue.kv import (
     Incarnation,
     InvalidRequest,
     LeaderId,
-    NotFound,
     OutOfCapacity,
     PeerRestarted,
     Role,
     SegueError,
 )
+from segue.kv.errors import NotFound
 from segue.server.registry.registry_records import (
     InstanceList,
     InstanceRecord,

@@ -7,11 +7,14 @@ value or bring back an old one. That reveals nothing, because sessions prove who
 from __future__ import annotations
 
 import hmac
+import logging
 from typing import TypeVar
 
 import msgspec
 
-from segue.kv import DECODE_ERRORS, PeerRefused
+from segue.kv import DECODE_ERRORS
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -35,13 +38,15 @@ class Seal:
         body = msgspec.json.encode(value)
         return self._code(key, body) + b" " + body
 
-    def open(self, key: bytes, data: bytes, type_: type[T]) -> T:
-        """The value at `key`; PeerRefused if it was not written by this deployment."""
+    def open(self, key: bytes, data: bytes, type_: type[T]) -> T | None:
+        """The value at `key`; None if it was not written by this deployment, which is logged."""
         code, body = data[:_CODE_DIGITS], data[_CODE_DIGITS + 1 :]
-        if not hmac.compare_digest(code, self._code(key, body)):
-            where = key.decode("utf-8", "replace")
-            raise PeerRefused(f"{where} was written by somebody without this deployment's secret: ignored")
-        try:
-            return msgspec.json.decode(body, type=type_)
-        except DECODE_ERRORS as error:
-            raise PeerRefused(f"{key.decode()} holds no {type_.__name__}: ignored") from error
+        where = key.decode("utf-8", "replace")
+        reason = f"{where} was written by somebody without this deployment's secret: ignored"
+        if hmac.compare_digest(code, self._code(key, body)):
+            try:
+                return msgspec.json.decode(body, type=type_)
+            except DECODE_ERRORS:
+                reason = f"{where} holds no {type_.__name__}: ignored"
+        log.warning("event=registry_value_ignored reason=%r", reason)
+        return None

@@ -1,24 +1,24 @@
-"""Waiting for the store on an event loop: no polling, one timer, a bounded number of waiters."""
+"""The registry in this process: its store on an event loop, without polling, with one timer and a bounded
+number of waiting queries."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from segue.kv import Clock, Draining, LeaderId, OutOfCapacity, Role
-from segue.server.registry.registry_records import InstanceList
+from segue.kv import Clock, Draining, Incarnation, LeaderId, MonotonicClock, OutOfCapacity, Role
+from segue.server.registry.backends import RegistryBackend
+from segue.server.registry.registry_records import (
+    DrainFlag,
+    InstanceList,
+    InstanceRecord,
+    Registered,
+    RoomRecord,
+)
 from segue.server.registry.registry_store import TIMERS, TOPOLOGY, RegistryStore
 
 T = TypeVar("T")
-
-
-class SystemClock:
-    """The machine's monotonic clock."""
-
-    def now(self) -> float:
-        return time.monotonic()
 
 
 #: A registry that holds anything looks at its clock this often, in seconds, …
@@ -35,7 +35,7 @@ class AwakeClock:
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or SystemClock()
+        self._clock = clock or MonotonicClock()
         self._looked_at = self._clock.now()
         self._asleep_s = 0.0
 
@@ -48,17 +48,30 @@ class AwakeClock:
         return now - self._asleep_s
 
 
-class StoreWaiter:
-    """The store's changes as awaitables, and its time as one timer of the running loop."""
+class StoreBackend(RegistryBackend):
+    """A store in this process; queries wait for its changes, and one timer of the running loop keeps its
+    time. `clock` is the store's."""
 
-    def __init__(self, store: RegistryStore, clock: Clock, *, max_waiters: int = 4096) -> None:
+    def __init__(self, store: RegistryStore, clock: Clock | None = None, *, max_waiters: int = 4096) -> None:
         self.store = store
-        self._clock = clock
+        self._clock = clock or MonotonicClock()
         self._max_waiters = max_waiters
         self._waiters: dict[asyncio.Event, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._unsubscribe = store.subscribe(TIMERS, self._arm)
         self._closed = False
+
+    async def put_rank(self, record: InstanceRecord) -> Registered:
+        return self.store.register(record, record.replicas[0].dp_rank)
+
+    async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
+        self.store.set_draining(incarnation, flag.draining, flag.dp_rank)
+
+    async def delete(self, leader: LeaderId) -> None:
+        self.store.leave(leader)
+
+    async def put_room(self, room: int, record: RoomRecord) -> None:
+        self.store.register_room(room, record)
 
     async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
         """The topology as soon as its version is not `version`, at the latest after `wait_s`."""
@@ -73,7 +86,7 @@ class StoreWaiter:
         """The owner of `room`, as soon as it is registered; None after `wait_s`."""
         return await self._wait(room, lambda: self.store.room(room), wait_s)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Release everybody who waits (with Draining) and stop the timer. Idempotent."""
         if self._closed:
             return

@@ -16,12 +16,10 @@ from segue.kv import (
     LeaderId,
     Limits,
     OutOfCapacity,
-    SpentTickets,
-    Ticket,
-    verify_ticket,
 )
 from segue.server.messages.control import Submit
 from segue.server.messages.records import MAX_FOUND, Records, RequestRecord, Step, matcher
+from segue.server.messages.ticket import SpentTickets, Ticket, verify_ticket
 from segue.server.schedulers.request_state import RequestKey, RequestState
 
 
@@ -58,7 +56,7 @@ class Admission:
         self._pool_tokens = pool_tokens
         self._deadlines: list[tuple[float, int]] = []
         self._next_seq = 1
-        self._spent = SpentTickets(config.limits.max_spent_tickets)
+        self._spent = SpentTickets()
         #: records of the latest requests
         self.records = Records()
 

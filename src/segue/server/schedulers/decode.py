@@ -78,7 +78,6 @@ class DecodeScheduler(UnifiedScheduler):
             claim=claim_of(state.request),
             prefill_dp_rank=hints.disagg_prefill_dp_rank,
             force_query=hints.force_query_prefill_dp_rank,
-            replaces=state.ticket.attempt - 1 if state.ticket.attempt and not state.direct else None,
             placed=not state.direct,
         )
         self.table[state.received_as] = RoleTransfer(state, receiver)

@@ -21,8 +21,6 @@ from msgspec.structs import replace
 from segue.engine.engine_api import Engine, OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.kv import (
-    FAIL_ON_CONFLICT,
-    OPEN_RANK,
     BootstrapTimeout,
     Change,
     ErrorCode,
@@ -41,8 +39,9 @@ from segue.kv import (
     RoomKey,
     SegueError,
     Span,
-    dp_rank_conflict,
 )
+from segue.kv.ids import OPEN_RANK
+from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, dp_rank_conflict
 from segue.server.balance.attempts import DOUBTS
 from segue.server.messages.control import Replace, Submit
 from segue.server.schedulers.admission import SchedulerConfig
@@ -201,7 +200,7 @@ class PrefillScheduler(Scheduler):
         except SegueError as error:
             self.fail(state, error.info, now)
             return
-        entry.handle.allow(state.ticket.attempt, message.ticket.attempt, message.ticket.decode, ended=True)
+        entry.handle.place(message.ticket.attempt, message.ticket.decode)
         state.ticket = replace(message.ticket, prefill=self.config.me, budget_s=state.ticket.budget_s)
         state.path.enter(state.phase, now, f"attempt {state.ticket.attempt}: decode {state.ticket.decode}")
 

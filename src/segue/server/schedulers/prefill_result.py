@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from segue.kv import DECODE_ERRORS, MetadataMismatch, TokenLogprob
+from segue.engine.request import TokenLogprob
+from segue.kv import DECODE_ERRORS, MetadataMismatch
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,19 +9,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from segue.engine.request import Output, Request, SamplingParams, Usage
-from segue.kv import (
-    ErrorInfo,
-    FinishReason,
-    Incarnation,
-    InvalidRequest,
-    KVReceiver,
-    KVSender,
-    RoomKey,
-    Ticket,
-    TokenLogprob,
-)
+from segue.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob, Usage
+from segue.kv import ErrorInfo, Incarnation, InvalidRequest, KVReceiver, KVSender, RoomKey
 from segue.server.messages.records import Path, RequestRecord
+from segue.server.messages.ticket import Ticket
 from segue.server.schedulers.prefill_result import PrefillResult
 
 RequestKey = tuple[Incarnation, str]

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from segue.engine.engine_api import Engine, OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
-from segue.engine.request import Output
+from segue.engine.request import Output, TokenLogprob
 from segue.kv import (
     Change,
     DeadlineExceeded,
@@ -24,7 +24,6 @@ from segue.kv import (
     OutOfCapacity,
     RoomKey,
     SegueError,
-    TokenLogprob,
 )
 from segue.server.messages.control import Load, Replace, Submit
 from segue.server.schedulers.admission import Admission, SchedulerConfig

@@ -417,21 +417,13 @@ class OperatorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorConfig:
-    """`segue doctor`. With `registry` it looks at the instances that are there, too. `secret` as in
-    `InstanceConfig`."""
+class DoctorConfig(OperatorConfig):
+    """`segue doctor`. With `registry` it looks at the instances that are there, too."""
 
     registry: str | None = text(
         "look at the instances of this registry as well, which is named as with `segue ps`", metavar="URL"
     )
-    secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
     cache: str | None = text("folder for fetched and converted models", metavar="DIR")
-    tls: TlsConfig = field(default_factory=TlsConfig)
-    secret: bytes = field(default=b"", repr=False)
-
-    def __post_init__(self) -> None:
-        if self.registry is not None:
-            check_url(self.registry, encrypted=self.tls.enabled)
 
 
 #: Configuration class of each command that has one.

@@ -204,6 +204,8 @@ def parse_toml(text_: str, name: str) -> dict[str, object]:
         return tomllib.loads(text_)
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{name} is not valid TOML: {exc}") from exc
+    except RecursionError:
+        raise ConfigError(f"{name} is not valid TOML: its lists are nested too deeply") from None
 
 
 def build(

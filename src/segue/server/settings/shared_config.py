@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from segue.engine.pool_size import Host
-from segue.kv import MAX_ATTEMPTS, ConfigError, Limits
+from segue.kv import ConfigError, Limits
 from segue.server.settings.layers import integer, number, secret, text
 from segue.server.settings.ranks_config import BALANCE_METHODS, LOCAL_HELP
 
@@ -21,6 +21,10 @@ LOG_FORMATS = ("text", "json")
 #: none.
 CLIENT_ORDERS: Final = ("keys", "all", "none")
 _DEFAULTS: Final = Limits()
+
+
+#: Times that one request is placed in all, the first included, when workers fail.
+MAX_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +153,12 @@ class TlsConfig:
         return "https" if self.enabled else "http"
 
 
+_HOST: Final = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*]+")
+
+
+def _listed(text: str) -> frozenset[str]:
+    return frozenset(filter(None, (one.strip() for one in text.split(","))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +200,7 @@ class ClientsConfig:
     @property
     def origins(self) -> frozenset[str]:
         """The allowed origins."""
-        return frozenset(filter(None, (origin.strip() for origin in self.allowed_origins.split(","))))
+        return _listed(self.allowed_origins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +215,17 @@ class AccessConfig:
     api_key_file: str | None = text(
         "file with keys, one a line (# begins a comment), one of which clients must show", metavar="F"
     )
+    operator_key_file: str | None = text(
+        "file with further keys, one a line, that see everybody's requests at /dashboard (default: with "
+        "several keys each sees its own)",
+        metavar="F",
+    )
+    allowed_hosts: str = text(
+        "names by which clients without a key reach this server, with commas: NAME, *.NAME for all below it, "
+        "or *; addresses, localhost and the host's own name are taken always",
+        "",
+        metavar="LIST",
+    )
     client_order: str = text(
         "`priority` and `user` of a request order the queue: for clients with an API key, for all, or none",
         "keys",
@@ -218,6 +238,22 @@ class AccessConfig:
         "tenant",
         choices=("tenant", "all"),
     )
+
+    def __post_init__(self) -> None:
+        if self.operator_key_file is not None and self.api_key is None and self.api_key_file is None:
+            raise ConfigError(
+                "--operator-key-file needs --api-key-file: without keys everybody sees all requests"
+            )
+        for host in self.hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"--allowed-hosts: {host!r} is no name of a host; give NAME without a port, *.NAME, or *"
+                )
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """The allowed names."""
+        return _listed(self.allowed_hosts.lower())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from segue.kv import Role, new_incarnation
 from segue.server.frontend.keys import read_keys
 from segue.server.settings.commands import FrontendConfig, InstanceConfig
 from segue.server.supervisor.children import Child, ChildSpec
-from segue.server.supervisor.process_tree import ProcessTree, ServeResult, Unit, lifeline, secret_fd
+from segue.server.supervisor.process_tree import ProcessTree, ServeResult, Unit, secret_fd
 
 #: Makes the command of a child: its role and its configuration in, words out.
 Command = Callable[[Role, InstanceConfig | FrontendConfig], Sequence[str]]
@@ -48,7 +48,7 @@ def leaders(
 
 def star(size: int) -> list[list[socket.socket]]:
     """Links between `size` ranks: rank 0 has one to every other, and those have one to it."""
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1, size)]
+    pairs = [socket.socketpair() for _ in range(1, size)]
     return [[ours for ours, _ in pairs], *([theirs] for _, theirs in pairs)]
 
 
@@ -68,23 +68,18 @@ class RankProcesses(ProcessTree):
         """Serve until a signal, or until no rank is left."""
         try:
             keys = "\n".join(read_keys(self._instance.access)).encode()
-            with (
-                secret_fd(self._instance.secret) as fd,
-                secret_fd(keys) as keys_fd,
-                lifeline() as lifeline_fd,
-            ):
-                async with self.signals():
-                    instance = self._instance
-                    if instance.secret:
-                        instance = replace(instance, secret_file=f"/proc/self/fd/{fd}")
-                    if keys:
-                        access = instance.access
-                        access = replace(access, api_key=None, api_key_file=f"/proc/self/fd/{keys_fd}")
-                        instance = replace(instance, access=access)
-                    fds = (fd, keys_fd)
-                    make = partial(leaders, self, instance, self.command, fds)
-                    unit = Unit(instance.label, instance.role, lambda _: make())
-                    return await self.keep([unit], lifeline_fd)
+            secret = self._instance.secret
+            with self.signals(), secret_fd(secret) as fd, secret_fd(keys) as keys_fd:
+                instance = self._instance
+                if secret:
+                    instance = replace(instance, secret_file=f"/proc/self/fd/{fd}")
+                if keys:
+                    access = instance.access
+                    access = replace(access, api_key=None, api_key_file=f"/proc/self/fd/{keys_fd}")
+                    instance = replace(instance, access=access)
+                make = partial(leaders, self, instance, self.command, (fd, keys_fd))
+                unit = Unit(instance.label, instance.role, lambda _: make())
+                return await self.keep([unit])
         finally:
             self._console.close()
 

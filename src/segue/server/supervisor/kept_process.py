@@ -17,7 +17,7 @@ from segue.kv.session import awaited
 from segue.server.supervisor.children import ChildSpec
 from segue.server.supervisor.console import Console
 from segue.server.supervisor.lifeline import Ready, encode_restarting
-from segue.server.supervisor.process_tree import STARTUP_S, ProcessTree, ServeResult, Unit, lifeline
+from segue.server.supervisor.process_tree import STARTUP_S, ProcessTree, ServeResult, Unit
 
 #: The roles whose instances come back, as a frontend is told.
 _COME_BACK = [Role.PREFILL, Role.DECODE]
@@ -88,5 +88,5 @@ class KeptProcess(ProcessTree):
         return dataclasses.replace(spec, told=self._unit.role is Role.FRONTEND)
 
     async def _keep_it(self) -> ServeResult:
-        with contextlib.closing(self._console), lifeline() as fd:
-            return await self.keep([self._unit], fd)
+        with contextlib.closing(self._console):
+            return await self.keep([self._unit])

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 import msgspec
 
@@ -79,6 +79,19 @@ async def lines(fd: int) -> AsyncGenerator[bytes, None]:
         return
     finally:
         transport.close()
+
+
+@contextlib.contextmanager
+def on_signals(handler: Callable[[], object], *numbers: int) -> Iterator[None]:
+    """Call `handler` in the running loop for each of these signals while this is open."""
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def terminate_self() -> None:

@@ -1,5 +1,9 @@
 """The deployments and the instances of this user on this host: a folder with a file for each process, which
-says how to reach it."""
+says how to reach it.
+
+A file's name begins with the process-number namespace of its process. A container may share the folder and
+not the process numbers: files of other namespaces are neither read nor taken away.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from segue.kv import ConfigError
+from segue.kv import DECODE_ERRORS, ConfigError
 from segue.server.settings.shared_config import TlsConfig
 
 #: Limits of the folder: files that are read, and bytes of one.
@@ -68,13 +73,20 @@ def started_at(pid: int) -> int | None:
     return int(line.rpartition(")")[2].split()[19])  # its name, in parentheses, may hold anything
 
 
+def _namespace() -> int:
+    """In which process numbers mean what they mean here; 0 where the kernel does not say."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
 def runtime_folder() -> Path:
     """`segue` in `$XDG_RUNTIME_DIR`; without that variable `segue-UID` in the folder for temporary files."""
     parent = os.environ.get("XDG_RUNTIME_DIR")
     return Path(parent) / "segue" if parent else Path(tempfile.gettempdir()) / f"segue-{os.getuid()}"
 
 
-@contextlib.contextmanager
 def announced(
     url: str,
     model: str,
@@ -85,7 +97,7 @@ def announced(
     *,
     api_key_file: str | None = None,
     https_cert: str | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """List a deployment of this process while this is open. Paths may be relative. Raises OSError where the
     folder cannot be written, ConfigError where others can."""
     make = partial(
@@ -95,18 +107,15 @@ def announced(
         api_key_file=_absolute(api_key_file),
         https_cert=_absolute(https_cert),
     )
-    with _listed(make, registry, secret_file, tls, folder):
-        yield
+    return _listed(make, registry, secret_file, tls, folder)
 
 
-@contextlib.contextmanager
 def announced_instance(
     addresses: Sequence[str], secret_file: str | None, tls: TlsConfig, folder: Path | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """List an instance of this process, whose leaders are at `addresses`, as `announced` does; it replaces
     one that was listed before."""
-    with _listed(LocalInstance, f"static://{','.join(addresses)}", secret_file, tls, folder):
-        yield
+    return _listed(LocalInstance, f"static://{','.join(addresses)}", secret_file, tls, folder)
 
 
 @contextlib.contextmanager
@@ -119,7 +128,7 @@ def _listed(
 ) -> Iterator[None]:
     place = folder or runtime_folder()
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(place)
+    check_private(place, "XDG_RUNTIME_DIR")
     me = os.getpid()
     local = make(
         registry=registry,
@@ -130,7 +139,8 @@ def _listed(
         pid=me,
         started=started_at(me) or 0,
     )
-    file, part = place / f"{me}.{_ENDINGS[type(local)]}", place / f"{me}.part"
+    stem = f"{_namespace()}-{me}"
+    file, part = place / f"{stem}.{_ENDINGS[type(local)]}", place / f"{stem}.part"
     part.write_bytes(msgspec.json.encode(local))
     part.replace(file)  # a reader sees all of it or nothing
     try:
@@ -154,9 +164,9 @@ def _found(kind: type[Local], folder: Path | None) -> list[Local]:
     place = folder or runtime_folder()
     if not place.exists():
         return []
-    _check_private(place)
+    check_private(place, "XDG_RUNTIME_DIR")
     found = []
-    for file in sorted(place.glob(f"*.{_ENDINGS[kind]}"))[:MAX_FILES]:
+    for file in sorted(place.glob(f"{_namespace()}-*.{_ENDINGS[kind]}"))[:MAX_FILES]:
         local = _read(file, kind)
         if local is not None and local.lives():
             found.append(local)
@@ -169,17 +179,18 @@ def _read(file: Path, kind: type[Local]) -> Local | None:
     try:
         with file.open("rb") as content:
             return msgspec.json.decode(content.read(MAX_BYTES), type=kind)
-    except (OSError, msgspec.DecodeError, ConfigError):
+    except (OSError, ConfigError, *DECODE_ERRORS):
         return None
 
 
-def _check_private(place: Path) -> None:
-    """Another user who can write there could name a registry of theirs for our next command."""
+def check_private(place: Path, variable: str) -> None:
+    """Another user who can write there could name a registry of theirs for our next command. Raises
+    ConfigError, which names the `variable` that says another folder."""
     seen = place.lstat()
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o022:
         raise ConfigError(
             f"{place} must be a folder that this user owns and nobody else can write: correct it, or set "
-            "XDG_RUNTIME_DIR"
+            f"{variable}"
         )
 
 

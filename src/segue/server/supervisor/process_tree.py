@@ -15,7 +15,8 @@ import logging
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from segue.server.settings.layers import PREFIX
 from segue.server.supervisor import service_manager
 from segue.server.supervisor.children import Child, ChildSpec
 from segue.server.supervisor.console import Console
-from segue.server.supervisor.lifeline import CannotStart, Ready, Report
+from segue.server.supervisor.lifeline import CannotStart, Ready, Report, on_signals
 from segue.server.supervisor.restarts import PAUSES_S, WINDOW_S, Restarts
 
 log = logging.getLogger("segue.serve")
@@ -173,16 +174,16 @@ class ProcessTree(ABC):
         else had to be killed or failed on its way out."""
         return ServeResult(0) if clean else ServeResult(1, "not everything drained; see the log")
 
-    async def keep(self, units: Iterable[Unit], lifeline_fd: int) -> ServeResult:
+    async def keep(self, units: Iterable[Unit]) -> ServeResult:
         """Start the children, serve until a signal or the end of what can serve, drain. Every child is
         reaped when it returns."""
-        self._lifeline_fd = lifeline_fd
         watchdog = background(service_manager.feed_watchdog(self._environ), name="watchdog", failed=_say)
-        try:
-            return await self._keep(units)
-        finally:
-            watchdog.cancel()
-            await self._reap(self.children)
+        with lifeline() as self._lifeline_fd:
+            try:
+                return await self._keep(units)
+            finally:
+                watchdog.cancel()
+                await self._reap(self.children)
 
     async def _keep(self, units: Iterable[Unit]) -> ServeResult:
         for unit in units:
@@ -298,12 +299,10 @@ class ProcessTree(ABC):
         return ServeResult(1, f"{text}: {cause}" if cause else self._with_lines(text, child))
 
     def _with_lines(self, text: str, child: Child) -> str:
-        """`text`, the last lines of `child`, and where its whole log is."""
+        """`text`, and the last lines of `child`."""
         lines = [line for line in child.last_lines if line.strip()][-SHOWN_LINES:]
         shown = "".join(f"\n    {line}" for line in lines) or " it wrote nothing"
-        file = self._console.log_of(child.name)
-        where = f"\nits whole log is in {file}" if file is not None and lines else ""
-        return f"{text}; its last lines:{shown}{where}" if lines else f"{text};{shown}"
+        return f"{text}; its last lines:{shown}" if lines else f"{text};{shown}"
 
     # ---- serve -------------------------------------------------------------------------------
 
@@ -436,18 +435,9 @@ class ProcessTree(ABC):
         await self._kill(children)
         await _cancelled(*(child.listens for child in children))
 
-    @contextlib.asynccontextmanager
-    async def signals(self) -> AsyncIterator[None]:
+    def signals(self) -> AbstractContextManager[None]:
         """The first signal asks for a drain, the second one for the end at once."""
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for number in numbers:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+        return on_signals(self.stop, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(self) -> None:
         """The effect of a signal: drain; a second call ends everything at once."""

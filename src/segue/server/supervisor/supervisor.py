@@ -27,7 +27,6 @@ from segue.server.supervisor.process_tree import (
     ProcessTree,
     ServeResult,
     Unit,
-    lifeline,
     secret_fd,
 )
 from segue.server.supervisor.restarts import Restarts
@@ -92,14 +91,10 @@ class Supervisor(ProcessTree):
         check_port(self.config.host, self.config.port)
         secret = self.config.secret or secrets.token_hex(32).encode()
         try:
-            async with self.signals(), self._registry(secret) as url:
-                with (
-                    secret_fd(secret) as the_secret,
-                    secret_fd(self._keys) as the_keys,
-                    lifeline() as lifeline_fd,
-                ):
+            with self.signals(), secret_fd(secret) as the_secret, secret_fd(self._keys) as the_keys:
+                async with self._registry(secret) as url:
                     self._reach = url, f"/proc/{os.getpid()}/fd/{the_secret}"
-                    return await self.keep(self.planned(url, the_secret, the_keys), lifeline_fd)
+                    return await self.keep(self.planned(url, the_secret, the_keys))
         finally:
             self._console.close()
 

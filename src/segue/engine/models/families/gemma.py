@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from segue.engine.models.model_registry import ModelFamily
@@ -12,6 +12,10 @@ class Gemma(ModelFamily):
     """See the module's text."""
 
     one_plus_norms = True
+
+    def context_tokens(self, values: Mapping[str, Any]) -> int:
+        """See `ModelFamily.context_tokens`. Here `max_position_embeddings` is the scaled length."""
+        return int(values["max_position_embeddings"])
 
     def windows(self, config: Any, attentions: Sequence[Any]) -> Sequence[int | None]:
         """See `ModelFamily.windows`."""

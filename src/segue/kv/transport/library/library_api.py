@@ -23,11 +23,24 @@ class ReceivingEnd(ABC):
     #: Data with which the writer reaches it (addresses, keys); told to this peer alone, over its control
     #: stream.
     blob: bytes
+    #: Whether its writer may still write when it is closed: then the close has to be a proof.
+    unsettled = True
 
     @abstractmethod
     def close(self) -> bool:
         """End it. True if that is a proof that nothing of this peer lands any more, whatever it still does,
         and whether it lives or not. May block; called once, on a thread of its own."""
+
+
+class UnprovenEnd(ReceivingEnd):
+    """Nothing is made for one peer alone, and the library revokes nothing: its close proves nothing."""
+
+    def __init__(self, blob: bytes) -> None:
+        self.blob = blob
+
+    def close(self) -> bool:
+        """See `ReceivingEnd.close`."""
+        return False
 
 
 class WritingEnd(ABC):

@@ -24,7 +24,6 @@ from segue.kv.transport.library import library_wire
 from segue.kv.transport.library.library_api import Library, ReceivingEnd
 from segue.kv.transport.library.library_wire import ControlStream
 from segue.kv.transport.memory.pool_memory import Memory
-from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.net.ioloop import IoLoop
 from segue.kv.transport.net.stream import Channel
 
@@ -160,7 +159,9 @@ class ReceivingPath:
         self._ended.wait()  # until the path ends, which has no time limit
         proven = end is None
         try:
-            proven = end is None or end.close()
+            if end is not None:
+                end.unsettled = bool(self.epochs)
+                proven = end.close()
         except Exception as exc:
             log.error("%s: the receiving end of %s cannot be closed: %r", self._name, self.peer, exc)
         self._proven = proven
@@ -204,7 +205,7 @@ class Receiving:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: threading.RLock,
         grants: Grants,
         emit: Callable[[TransportEvent], None],
         path: Callable[
@@ -226,16 +227,16 @@ class Receiving:
     def __iter__(self) -> Iterator[ReceivingPath]:
         return iter([path for paths in self.of.values() for path in paths])
 
-    def admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
+    def admit(self, channel: Channel, peer: RankId, verdict: bytes) -> None:
         """See `AuthenticatedListener`."""
-        paths = self.of.get(hello.rank, [])
+        paths = self.of.get(peer, [])
         if len(paths) >= MAX_PATHS_PER_RANK or sum(map(len, self.of.values())) >= MAX_PATHS:
             raise PeerRefused("too many paths to this process are open, or broke without a proof")
         for old in paths:  # the peer connects anew
-            old.end(PeerLost(f"{hello.rank} connects anew", peer=str(hello.rank)))
+            old.end(PeerLost(f"{peer} connects anew", peer=str(peer)))
         channel.send(verdict)
-        path = self._path(channel, hello.rank, self._ready, self._gone)
-        self.of.setdefault(hello.rank, []).append(path)
+        path = self._path(channel, peer, self._ready, self._gone)
+        self.of.setdefault(peer, []).append(path)
         path.open()
 
     def grant(self, peer: RankId, epoch: int) -> None:

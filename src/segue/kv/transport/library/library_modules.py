@@ -9,13 +9,8 @@ from typing import Any
 
 from segue.kv.errors import ConfigError
 
-#: Imports a module by its name; what it gives has no types that are known here.
+#: `importlib.import_module`, or a test's.
 Modules = Callable[[str], Any]
-
-
-def import_module(name: str) -> Any:
-    """The module `name`. Raises what its import raises."""
-    return importlib.import_module(name)
 
 
 def missing(module: str, package: str) -> str:

@@ -23,15 +23,15 @@ import numpy as np
 from segue.kv.errors import OutOfCapacity, PeerLost, PeerRefused, SegueError, TransferFailed
 from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
-from segue.kv.transport.base import Fenced, PeerGone, TransportEvent
+from segue.kv.transport.base import PeerGone, TransportEvent
 from segue.kv.transport.epochs import MAX_GRANTS
 from segue.kv.transport.library import library_wire
 from segue.kv.transport.library.library_api import Handle, Library, WritingEnd
 from segue.kv.transport.memory import ranges
 from segue.kv.transport.memory.pool_memory import Memory, Region
-from segue.kv.transport.paths import Write, fenced, not_granted
 from segue.kv.transport.tcp import tcp_wire
 from segue.kv.transport.tcp.tcp_wire import PartRows
+from segue.kv.transport.write_book import Write, WriteBook, fenced, not_granted
 
 #: Between two looks at what is in flight.
 POLL_S = 0.0005
@@ -86,7 +86,7 @@ class WritingPath:
         self.opened = threading.Event()
         self.error: SegueError | None = None
         #: After the end: epochs of which something was in flight.
-        self.unsettled: frozenset[int] = frozenset()
+        self.unsettled: set[int] = set()
         self._name = name
         self._memory = memory
         self._library = library
@@ -99,12 +99,11 @@ class WritingPath:
         self._end: WritingEnd | None = None
         self._target: Memory | None = None
         self._limits = (Library.post_bytes, Library.max_rows)
-        self._queue: deque[tuple[Write, PartRows]] = deque()
+        self._book: WriteBook[PartRows] = WriteBook(peer, emit, clock, MAX_WAITING)
         self._in_flight: deque[Post] = deque()
         self._bytes = 0  # in flight
         self._granted: set[int] = set()
         self._asking: dict[int, list[tuple[Write, Sequence[CopyBlock]]]] = {}
-        self._fences: dict[int, int] = {}  # epoch → how many `Fenced` wait for what is in flight
         self._settling: set[int] = set()  # epochs that the receiver has ended, and waits for our word
         self._closing = False
         self._moved_at = 0.0
@@ -157,7 +156,7 @@ class WritingPath:
             error = self._typed(exc)
         self.error = error or TransferFailed(f"the {self._name} path to {self.peer} was closed")
         self.opened.set()
-        self.unsettled = frozenset(post.write.epoch for post in self._in_flight)
+        self.unsettled = {post.write.epoch for post in self._in_flight}
         quiet = self._close_end()
         if not self.unsettled:
             self._tell(library_wire.Goodbye(), False)
@@ -194,7 +193,8 @@ class WritingPath:
         for post in landed:
             self._in_flight.remove(post)
             self._bytes -= post.rows.nbytes
-            self._finish(post.write)
+            self._book.over(post.write)
+            self._answer(post.write.epoch)
         if landed:
             self._moved_at = now
         elif now - self._moved_at > self._silence_s:
@@ -204,13 +204,12 @@ class WritingPath:
     def _post(self) -> bool:
         """Give the library what it may have more."""
         posted = False
-        while self._queue:
-            write, rows = self._queue[0]
-            full = self._bytes + rows.nbytes > MAX_IN_FLIGHT_BYTES
+        while self._book.waiting:
+            full = self._bytes + self._book.waiting[0][1].nbytes > MAX_IN_FLIGHT_BYTES
             if self._in_flight and (full or len(self._in_flight) >= MAX_IN_FLIGHT_POSTS):
                 break
             assert self._end is not None
-            self._queue.popleft()
+            write, rows = self._book.begin()
             post = Post(write, rows, None)
             if not self._in_flight:
                 self._moved_at = self._looked_at = self._clock()
@@ -230,11 +229,11 @@ class WritingPath:
             case library_wire.GrantEpoch(epoch) | library_wire.AskAnswer(epoch, True):
                 self._grant(epoch)
             case library_wire.AskAnswer(epoch, False):
-                for write, _ in self._asking.pop(epoch, ()):
-                    self._finish(write, not_granted(self.peer, epoch), refused=True)
+                self._refuse(epoch, not_granted(self.peer, epoch), refused=True)
             case library_wire.FenceEpoch(epoch):
                 self._granted.discard(epoch)
-                self._drop(epoch, not_granted(self.peer, epoch), refused=True)
+                self._refuse(epoch, not_granted(self.peer, epoch), refused=True)
+                self._book.drop(not_granted(self.peer, epoch), epoch, refused=True)
                 self._settling.add(epoch)
                 self._answer(epoch)
             case _:
@@ -262,9 +261,6 @@ class WritingPath:
 
     def _write(self, write: Write, blocks: Sequence[CopyBlock]) -> None:
         assert self._target is not None
-        if len(self._queue) >= MAX_WAITING:
-            self._finish(write, OutOfCapacity(f"too many writes to {self.peer} are waiting"))
-            return
         if write.epoch not in self._granted:
             if write.epoch not in self._asking:
                 self._tell(library_wire.Ask(write.epoch), True)
@@ -273,59 +269,35 @@ class WritingPath:
         try:
             ranges.check_target(blocks, self._target)
         except TransferFailed as exc:
-            self._finish(write, exc)
+            self._book.fail(write, exc)
             return
-        for rows in pieces(blocks, *self._limits):
-            write.parts += 1
-            self._queue.append((write, rows))
-        if not write.parts:
-            self._finish(write)
+        self._book.add(write, pieces(blocks, *self._limits))
 
     def _fence(self, epoch: int) -> None:
-        self._drop(epoch, fenced(epoch))
-        self._fences[epoch] = self._fences.get(epoch, 0) + 1
-        self._answer(epoch)
+        self._refuse(epoch, fenced(epoch))
+        self._book.fence(epoch)
 
     def _fail(self, error: SegueError) -> None:
         raise error
 
     def _close(self) -> None:
         self._closing = True
-        self._queue.clear()
+        self._book.waiting.clear()
         if self._end is None:
             raise _PathEnds
 
     # ---- books -----------------------------------------------------------------------------------
 
-    def _drop(self, epoch: int, error: SegueError, *, refused: bool = False) -> None:
-        """Fail what of an epoch was not posted."""
-        dropped = [write for write, _ in self._queue if write.epoch == epoch]
-        if dropped:
-            self._queue = deque(item for item in self._queue if item[0].epoch != epoch)
-        dropped += [write for write, _ in self._asking.pop(epoch, ())]
-        for write in dropped:
-            self._finish(write, error, refused=refused)
-
-    def _finish(self, write: Write, error: SegueError | None = None, *, refused: bool = False) -> None:
-        """One piece of a write has ended, or the write before it was cut."""
-        write.parts = max(0, write.parts - 1)
-        if error is not None and write.error is None:
-            write.error, write.refused = error, refused
-        if not write.parts:
-            self._emit(write.end(self.peer, self._clock()))
-        self._answer(write.epoch)
+    def _refuse(self, epoch: int, error: SegueError, *, refused: bool = False) -> None:
+        """Fail the writes of an epoch for which the peer was asked."""
+        for write, _ in self._asking.pop(epoch, ()):
+            self._book.fail(write, error, refused=refused)
 
     def _answer(self, epoch: int) -> None:
-        """Say that an epoch is over to those who wait for that, if nothing of it is in flight."""
-        if epoch not in self._settling and epoch not in self._fences:
-            return
-        if any(post.write.epoch == epoch for post in self._in_flight):
-            return
-        if epoch in self._settling:
+        """Say that an epoch is over to a receiver that waits for that, if nothing of it is in flight."""
+        if epoch in self._settling and not self._book.busy(epoch):
             self._settling.discard(epoch)
             self._tell(library_wire.Settled(epoch), False)
-        for _ in range(self._fences.pop(epoch, 0)):
-            self._emit(Fenced(self.peer, epoch, True))
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -339,26 +311,19 @@ class WritingPath:
 
     def _settle(self, error: SegueError, quiet: bool) -> None:
         """Everything that waits fails; fences are answered where that is true."""
-        waiting = {post.write: None for post in self._in_flight}
-        waiting |= {write: None for write, _ in self._queue}
-        waiting |= {write: None for writes in self._asking.values() for write, _ in writes}
-        for write in waiting:
-            write.error = write.error or error
-            self._emit(write.end(self.peer, self._clock()))
-        fences = dict(self._fences)
+        if not quiet:
+            self._book.still_read |= self.unsettled
+        self._book.end(error)
+        for epoch in list(self._asking):
+            self._refuse(epoch, error)
         connected = self._gone(self, quiet)  # from here on no call is added
         while not self._calls.empty():
             call = self._calls.get_nowait()
             if isinstance(call, partial) and call.func == self._write:
-                write = call.args[0]
-                write.error = error
-                self._emit(write.end(self.peer, self._clock()))
+                self._book.fail(call.args[0], error)
             elif isinstance(call, partial) and call.func == self._fence:
-                fences[call.args[0]] = fences.get(call.args[0], 0) + 1
-        for epoch, count in fences.items():
-            if quiet or epoch not in self.unsettled:
-                for _ in range(count):
-                    self._emit(Fenced(self.peer, epoch, epoch not in self.unsettled))
+                self._book.fence(*call.args)
+        self._book.settle_all()
         if connected:
             self._emit(PeerGone(self.peer, False, error))
 

@@ -38,59 +38,41 @@ from functools import partial
 from segue.kv.errors import BootstrapTimeout, OutOfCapacity, SegueError
 from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
-from segue.kv.layout.content import Content
-from segue.kv.transport.base import Endpoint, EventSink, Fenced, Transport, TransportEvent, WriteFailed
-from segue.kv.transport.emitter import EventEmitter
-from segue.kv.transport.epochs import Grants
+from segue.kv.transport.base import Endpoint, EventSink, Fenced, TransportEvent
 from segue.kv.transport.library import library_wire
 from segue.kv.transport.library.library_api import Library
 from segue.kv.transport.library.library_in import Receiving, ReceivingPath
 from segue.kv.transport.library.library_out import WritingPath
 from segue.kv.transport.library.library_wire import ControlStream
-from segue.kv.transport.memory import ranges
 from segue.kv.transport.memory.pool_memory import HostBytes, Memory, MemoryKind
-from segue.kv.transport.net import key_handshake as handshake
-from segue.kv.transport.net.listener import AuthenticatedListener
 from segue.kv.transport.net.stream import Channel
 from segue.kv.transport.options import TransportOptions
-from segue.kv.transport.paths import Paths, Write
-from segue.kv.transport.tcp.tcp_net import NET, Net
-from segue.kv.transport.tcp.tcp_sockets import TcpSockets
+from segue.kv.transport.path_transport import PathTransport
+from segue.kv.transport.write_book import Write
 
 _CLOSE_S = 5.0
 #: For a library to load. Plug-ins are looked for on slow disks, drivers are asked.
 _LOAD_S = 60.0
-_MAX_PENDING = 32
 #: Memory of closed transports that nothing proves to be out of use: it must not become anybody else's.
 STILL_USED: list[tuple[Memory | None, list[memoryview]]] = []
 
 log = logging.getLogger("segue.kv.transport")
 
 
-class LibraryTransport(Transport):
+class LibraryTransport(PathTransport[WritingPath]):
     """`Transport` over a `Library`. A subclass has its name, its library and what memory that registers."""
 
-    def __init__(
-        self, on_event: EventSink, options: TransportOptions, library: Library, net: Net = NET
-    ) -> None:
-        self._options = options
+    def __init__(self, on_event: EventSink, options: TransportOptions, library: Library) -> None:
+        super().__init__(on_event, options)
         self._silence_s = options.limits.peer_silence_s
-        self._lock = threading.Lock()
-        self._emitter = EventEmitter(self.name, on_event)
         self._library = library
         self._loaded: Future[None] = Future()
-        self._net = net
-        self._sockets = TcpSockets(self.name, options, net)
         self._views: list[memoryview] = []  # exports: no mapping can be unmapped under our feet
-        self._listener: AuthenticatedListener | None = None
-        self._grants = Grants()
-        self._receiving = Receiving(self._lock, self._grants, self._emitter.emit, self._receiving_path)
-        self._paths: Paths[WritingPath] = Paths(self.name, self.memory_kinds, self._emitter)
+        self._receiving = Receiving(self._lock, self.grants, self._emitter.emit, self._receiving_path)
         #: Every path whose stream is open, with that; one that is not written by any more, too.
         self._writing: dict[WritingPath, ControlStream] = {}
         #: Epochs of paths that have ended, and nothing says that our memory is not read for them any more.
         self._unquiet: set[tuple[RankId, int]] = set()
-        self._loop = net.loop(f"segue-{self.name}", self._crashed)
         self._loop.start()
 
     # ---- the six methods -----------------------------------------------------------------------
@@ -103,20 +85,9 @@ class LibraryTransport(Transport):
             sock = self._sockets.listen()
             self._paths.memory = memory
             self._views = [memoryview(buffer) for buffer in _host_buffers(memory)]
-            key = handshake.new_key(self._net.random_bytes)
-            self._listener = AuthenticatedListener(
-                self._loop,
-                sock,
-                key,
-                self._sockets.accepted,
-                self._receiving.admit,
-                name=self.name,
-                handshake_s=self._options.limits.handshake_s,
-                max_pending=_MAX_PENDING,
-            )
-            self._loop.post(self._listener.open)
+            endpoint = self._listen(sock, memory.nbytes, self._receiving.admit)
         threading.Thread(target=self._load, name=f"segue-{self.name}-load", daemon=True).start()
-        return self._sockets.endpoint(sock, key, memory.nbytes)
+        return endpoint
 
     def loaded(self, timeout_s: float) -> None:
         """See `Transport.loaded`. Whether it could be loaded, `connect` says."""
@@ -130,17 +101,11 @@ class LibraryTransport(Transport):
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            memory, old = self._paths.check_connect(peer), self._paths.of.get(peer)
-        if old is not None and old.error is not None:  # it is ending, and its end is told before
-            if not old.join(timeout_s):
-                raise BootstrapTimeout(f"the old {self.name} path to {peer} did not end within {timeout_s} s")
-            with self._lock:
-                memory = self._paths.check_connect(peer)
+        memory = self._memory_for(peer, lambda old: None if old.error is None else old.join, timeout_s)
         if memory is None:
             return
         address = self._sockets.address(peer, endpoint)
-        (channel,) = self._sockets.open_streams(peer, address, 1, round(deadline - time.monotonic(), 3))
+        channel = self._sockets.open_stream(peer, address, round(deadline - time.monotonic(), 3))
 
         def told(message: library_wire.Message) -> None:
             if isinstance(message, library_wire.ReceiverReady | library_wire.AskAnswer):
@@ -182,33 +147,12 @@ class LibraryTransport(Transport):
         if path.error is not None:
             raise path.error
 
-    def grant(self, peer: RankId, epoch: int, area: Content) -> None:
-        """See `Transport.grant`; `area` binds nobody: the peer writes by itself. Raises OutOfCapacity when
-        too many grants live."""
-        with self._lock:
-            if not self._emitter.closed and self._grants.add(peer, epoch, area):
-                self._loop.post(partial(self._receiving.grant, peer, epoch))
-
-    def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
-        """See `Transport.write`."""
-        posted = time.monotonic()
-        with self._lock:
-            try:
-                path, memory = self._paths.check_write(peer, epoch)
-                nbytes = ranges.check_memory(blocks, memory, path.target_bytes)
-            except SegueError as exc:
-                failed = WriteFailed(peer, epoch, tag, exc)
-            else:
-                path.write(Write(epoch, tag, nbytes, posted), blocks)
-                return
-        self._emitter.soon(self._loop, failed)
-
     def fence(self, peer: RankId, epoch: int) -> None:
         """See `Transport.fence` and this module's docstring for what is proven, and when."""
         with self._lock:
             if self._emitter.closed:
                 return
-            self._grants.remove(peer, epoch)
+            self.grants.remove(peer, epoch)
             self._paths.fenced.add(peer, epoch)
         writes = partial(self._fence_writes, peer, epoch)
         self._emitter.run_soon(self._loop, partial(self._receiving.fence, peer, epoch, writes))
@@ -232,6 +176,12 @@ class LibraryTransport(Transport):
         self._views = []
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _granted(self, peer: RankId, epoch: int) -> None:
+        self._loop.post(partial(self._receiving.grant, peer, epoch))
+
+    def _begin(self, path: WritingPath, write: Write, blocks: Sequence[CopyBlock]) -> None:
+        path.write(write, blocks)
 
     def _load(self) -> None:
         try:
@@ -274,7 +224,7 @@ class LibraryTransport(Transport):
             peer,
             self._paths.memory,
             self._when_loaded,
-            self._grants,
+            self.grants,
             ready,
             gone,
             silence_s=self._silence_s,

@@ -22,7 +22,8 @@ import msgspec
 
 from segue.kv.errors import DECODE_ERRORS, PeerLost, SegueError, TransferFailed
 from segue.kv.ids import RankId
-from segue.kv.transport.net.ioloop import IoLoop, Timer
+from segue.kv.transport.net.ioloop import IoLoop
+from segue.kv.transport.net.silence import SilenceWatch
 from segue.kv.transport.net.stream import RECORD_BYTES, Channel
 
 MAX_FRAME_BYTES = 4 * 2**20
@@ -158,10 +159,10 @@ class ControlStream:
         self._frames = ControlFrames(kinds)
         self._unsent = bytearray()
         self._waits = False  # to be called when the socket has room
+        self._overfull = False  # the peer does not read, and nothing more is said to it
         self._owed = 0
         self._heard_at = 0.0
-        self._timer: Timer | None = None
-        self._due = 0.0
+        self._silence = SilenceWatch(loop, silence_s, self._owed_since, self._silent)
         self.closed = False
 
     def open(self) -> None:
@@ -176,13 +177,17 @@ class ControlStream:
 
     def send(self, message: msgspec.Struct, *, owes: bool = False) -> None:
         """Say something, now or when the socket has room; `owes`: the peer must answer it."""
-        if self.closed:
+        if self.closed or self._overfull:
             return
         if owes:
             self.expect()
         self._unsent += frame(message)
         if len(self._unsent) > MAX_UNSENT_BYTES:
-            self._end(PeerLost(f"{self._peer} does not read what it is told", peer=str(self._peer)))
+            self._unsent.clear()
+            self._overfull = True
+            error = PeerLost(f"{self._peer} does not read what it is told", peer=str(self._peer))
+            # Not at once: the caller may be at work on what the end of this stream ends.
+            self._loop.post(partial(self._end, error))
         elif not self._waits:
             self._guard(self._push)
 
@@ -191,8 +196,7 @@ class ControlStream:
         self._owed += 1
         if self._owed == 1:
             self._heard_at = self._loop.time()
-        if self._timer is None:
-            self._wait(self._silence_s)
+        self._silence.start()
 
     def answered(self) -> None:
         """It has said what it owed."""
@@ -203,8 +207,7 @@ class ControlStream:
         if self.closed:
             return
         self.closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._silence.stop()
         self._loop.unwatch(self._channel.fileno())
         self._channel.close()
 
@@ -254,17 +257,8 @@ class ControlStream:
                 self._channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._waits else 0)
             )
 
-    def _wait(self, seconds: float) -> None:
-        self._due = self._loop.time() + seconds
-        self._timer = self._loop.later(seconds, self._check_silence)
+    def _owed_since(self) -> float | None:
+        return self._heard_at if self._owed > 0 else None
 
-    def _check_silence(self) -> None:
-        self._timer = None
-        now = self._loop.time()
-        left_s = self._heard_at + self._silence_s - now
-        if self._owed <= 0:
-            return
-        if left_s <= 0 and now - self._due < self._silence_s / 2:
-            self._end(PeerLost(f"{self._peer} said nothing for {self._silence_s} s", peer=str(self._peer)))
-        else:  # with no time left: we slept ourselves, and the answer may be waiting in the socket
-            self._wait(left_s if left_s > 0 else self._silence_s / 2)
+    def _silent(self) -> None:
+        self._end(PeerLost(f"{self._peer} said nothing for {self._silence_s} s", peer=str(self._peer)))

@@ -19,8 +19,8 @@ from segue.kv.layout.blocks import CopyBlock
 from segue.kv.transport.base import TransportEvent
 from segue.kv.transport.memory.copy_queue import CopyJob, CopyQueue, Then
 from segue.kv.transport.memory.pool_memory import HostBytes
-from segue.kv.transport.paths import not_granted
 from segue.kv.transport.shm.shm_host import HOST, ShmHost
+from segue.kv.transport.write_book import not_granted
 
 Copy = Callable[[CopyJob, Sequence[CopyBlock]], None]
 
@@ -80,7 +80,7 @@ class Copier:
         with self._wake:
             if self._stopping or not self._jobs.submit(job):
                 return False
-            self._wake.notify(-(-job.nbytes // self._slice_bytes) or 1)
+            self._wake.notify(-(-job.write.nbytes // self._slice_bytes) or 1)
         return True
 
     def cancel(self, peer: RankId, epoch: int | None, error: SegueError, then: Then) -> Then | None:
@@ -137,10 +137,10 @@ class Copier:
         error: SegueError | None = None
         refused = False
         try:
-            if job.error is None and not job.allowed():
+            if job.write.error is None and not job.allowed():
                 refused = True
-                error = not_granted(job.peer, job.epoch)
-            elif job.error is None:
+                error = not_granted(job.peer, job.write.epoch)
+            elif job.write.error is None:
                 self._copy(job, blocks)
         except BaseException as exc:
             error = Internal(f"a copying thread has failed: {exc!r}")

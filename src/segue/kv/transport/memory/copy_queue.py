@@ -11,14 +11,15 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from segue.kv.errors import SegueError
 from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
-from segue.kv.transport.base import TransportEvent, WriteFailed, Written
+from segue.kv.transport.base import TransportEvent
 from segue.kv.transport.memory.pool_memory import HostBytes
 from segue.kv.transport.memory.ranges import pieces
+from segue.kv.transport.write_book import Write
 
 Then = Callable[[], None]
 
@@ -28,27 +29,17 @@ class CopyJob:
     """One write. `allowed` says whether the receiver still grants its epoch, `clock` how long it took."""
 
     peer: RankId
-    epoch: int
-    tag: int
+    write: Write
     blocks: Sequence[CopyBlock]
-    nbytes: int
     source: HostBytes
     target: mmap.mmap
     allowed: Callable[[], bool]
     clock: Callable[[], float]
-    posted: float = field(init=False)
-    error: SegueError | None = None
-    refused: bool = False
     active: int = 0  # threads that copy a slice of it right now
-
-    def __post_init__(self) -> None:
-        self.posted = self.clock()
 
     def event(self) -> TransportEvent:
         """The one event that ends it."""
-        if self.error is not None:
-            return WriteFailed(self.peer, self.epoch, self.tag, self.error, self.refused)
-        return Written(self.peer, self.epoch, self.tag, self.nbytes, self.clock() - self.posted)
+        return self.write.end(self.peer, self.clock())
 
 
 @dataclass(slots=True, eq=False)
@@ -118,9 +109,8 @@ class CopyQueue:
         """A slice of `job` is not being copied any more, because of `error` if there is one. True when
         `job` ends with it: the caller then tells `job.event()`, and after that calls `reported`."""
         job.active -= 1
-        if error is not None and job.error is None:
-            job.error, job.refused = error, refused
-        if job.error is not None:
+        job.write.fail(error, refused=refused)
+        if job.write.error is not None:
             self._drop(lambda other: other is job)
         if job.active:
             return False
@@ -149,7 +139,7 @@ class CopyQueue:
         """
 
         def hit(job: CopyJob) -> bool:
-            return job.peer == peer and (epoch is None or job.epoch == epoch)
+            return job.peer == peer and epoch in (None, job.write.epoch)
 
         idle = self._end(hit, error)
         waits_for = {job for job in self._held if hit(job)}
@@ -178,5 +168,5 @@ class CopyQueue:
         self._held.update(idle)
         for job in self._held:
             if hit(job):
-                job.error = job.error or error
+                job.write.fail(error)
         return idle

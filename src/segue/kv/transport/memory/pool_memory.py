@@ -145,11 +145,10 @@ class Memory:
         """The bytes of each region. Raises ConfigError where one is a device's."""
         return [region.buffer for region in self.regions]
 
-    def check_pool(self, spec: PoolSpec, behind: int = 0) -> None:
+    def check_pool(self, spec: PoolSpec) -> None:
         """Raises ConfigError unless it is the memory that `spec` describes: the same regions, or for a
-        layer-major pool one that is large enough; and `behind` bytes more at its end."""
+        layer-major pool one that is large enough."""
         sizes = tuple(region.nbytes for region in self.regions)
-        sizes = (*sizes[:-1], sizes[-1] - behind)
         if not spec.planes and (len(sizes) > 1 or sizes[0] < spec.nbytes):
             raise ConfigError(f"the pool needs {spec.nbytes} bytes in one region, not regions of {sizes}")
         if spec.planes and spec.regions != sizes:

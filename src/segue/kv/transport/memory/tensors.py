@@ -37,43 +37,25 @@ class PointerView:
     """
 
     address: int
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     item_bytes: int
     device: str = "cpu"
     owner: object = field(default=None, repr=False, compare=False)
 
 
 _FIRST = RankCoord()
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerView:
-    """K or V of one layer, `[page, token, head, item]`; strides in bytes."""
-
-    owner: object
-    address: int
-    device: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    item_bytes: int
-
-    @property
-    def end(self) -> int:
-        """Behind its last byte."""
-        last = sum(stride * (count - 1) for stride, count in zip(self.strides, self.shape, strict=True))
-        return self.address + last + self.item_bytes
-
-
 _AXES = ("pages", "tokens", "heads", "items")
 
 
-def _check_axes(name: str, view: _LayerView) -> None:
+def _check_axes(name: str, view: PointerView) -> None:
     if len(view.shape) != len(_AXES) or min(view.shape) < 1:
         raise ConfigError(f"{name}.shape is {view.shape} where [page, token, head, item] are needed")
 
 
-def _check(name: str, view: _LayerView, wanted: tuple[int, ...], item_bytes: int, first: _LayerView) -> None:
+def _check(
+    name: str, view: PointerView, wanted: tuple[int, ...], item_bytes: int, first: PointerView
+) -> None:
     """Raises ConfigError with the field that is wrong."""
     _check_axes(name, view)
     for axis, (found, due) in enumerate(zip(view.shape, wanted, strict=True)):
@@ -93,15 +75,24 @@ def _check(name: str, view: _LayerView, wanted: tuple[int, ...], item_bytes: int
         raise ConfigError(f"{name}.device is {view.device}, and layers[0][0] lies on {first.device}")
 
 
-def _view(tensor: npt.NDArray[Any] | TorchTensor | PointerView) -> _LayerView:
+def _end(view: PointerView) -> int:
+    """The address behind its last byte."""
+    last = sum(stride * (count - 1) for stride, count in zip(view.strides, view.shape, strict=True))
+    return view.address + last + view.item_bytes
+
+
+def _view(tensor: npt.NDArray[Any] | TorchTensor | PointerView) -> PointerView:
     if isinstance(tensor, PointerView):
-        where = (tensor.owner, tensor.address, tensor.device)
-        return _LayerView(*where, tensor.shape, tensor.strides, tensor.item_bytes)
+        return tensor
     if isinstance(tensor, np.ndarray):
-        return _LayerView(tensor, tensor.ctypes.data, "cpu", tensor.shape, tensor.strides, tensor.itemsize)
-    item = tensor.element_size()
-    strides = tuple(stride * item for stride in tensor.stride())
-    return _LayerView(tensor, tensor.data_ptr(), str(tensor.device), tuple(tensor.shape), strides, item)
+        address, device, item, strides = tensor.ctypes.data, "cpu", tensor.itemsize, tensor.strides
+    else:
+        address, device, item = tensor.data_ptr(), str(tensor.device), tensor.element_size()
+        strides = tuple(stride * item for stride in tensor.stride())
+    shape = tuple(tensor.shape)
+    return PointerView(
+        address=address, shape=shape, strides=strides, item_bytes=item, device=device, owner=tensor
+    )
 
 
 def pool_of(
@@ -158,16 +149,16 @@ def pool_of(
     return spec, memory
 
 
-def _regions(views: Sequence[_LayerView]) -> list[Region]:
+def _regions(views: Sequence[PointerView]) -> list[Region]:
     """The memory of all views: a region each, or one for those that are interleaved. In the order of the
     layers, so that equal ones are equally spaced."""
     found: list[tuple[int, Region]] = []
     for index in sorted(range(len(views)), key=lambda i: views[i].address):
         view = views[index]
-        region = Region(view.address, view.end - view.address, view.device, owner=view.owner)
+        region = Region(view.address, _end(view) - view.address, view.device, owner=view.owner)
         if found and region.address < found[-1][1].address + found[-1][1].nbytes:
             first, other = found.pop()
-            end = max(view.end, other.address + other.nbytes)
+            end = max(_end(view), other.address + other.nbytes)
             owners = (other.owner, view.owner)
             region = Region(other.address, end - other.address, view.device, owner=owners)
             index = min(index, first)
@@ -175,9 +166,9 @@ def _regions(views: Sequence[_LayerView]) -> list[Region]:
     return [region for _, region in sorted(found, key=lambda pair: pair[0])]
 
 
-def _plane(view: _LayerView, regions: Sequence[Region], name: str = "a tensor") -> PlaneSpec:
+def _plane(view: PointerView, regions: Sequence[Region], name: str = "a tensor") -> PlaneSpec:
     for index, region in enumerate(regions):
         offset = view.address - region.address
-        if offset >= 0 and view.end <= region.address + region.nbytes and view.device == region.device:
+        if offset >= 0 and _end(view) <= region.address + region.nbytes and view.device == region.device:
             return PlaneSpec(index, offset, *view.strides[:3])
     raise ConfigError(f"{name} at {view.address:#x} on {view.device} lies in none of the memory's regions")

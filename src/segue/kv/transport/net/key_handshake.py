@@ -14,7 +14,6 @@ import hmac
 import secrets
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from segue.kv.errors import ConfigError, PeerRefused
 from segue.kv.ids import Incarnation, LeaderId, RankId
@@ -23,13 +22,13 @@ from segue.kv.ids import Incarnation, LeaderId, RankId
 RandomBytes = Callable[[int], bytes]
 
 KEY_BYTES = 16
-VERSION = 2
+VERSION = 3
 _MAGIC = b"SGUE"
 _NONCE = 16
 _MAC = 32
 _CHALLENGE = struct.Struct(f">4sH{_NONCE}s")
 _RANK = struct.Struct(">16sII")
-_RESPONSE = struct.Struct(f">4sH{_NONCE}s16sHH{_RANK.size}s{_MAC}s")
+_RESPONSE = struct.Struct(f">4sH{_NONCE}s{_RANK.size}s{_MAC}s")
 _VERDICT = struct.Struct(f">4sHB{_MAC}s128s")
 CHALLENGE_BYTES = _CHALLENGE.size
 RESPONSE_BYTES = _RESPONSE.size
@@ -60,16 +59,6 @@ def unpack_rank(packed: bytes) -> RankId:
     return RankId(LeaderId(Incarnation(incarnation.hex()), dp_rank), rank)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamHello:
-    """The opener of a stream. `group` is one random id for all `streams` of one `connect`."""
-
-    rank: RankId
-    group: bytes
-    index: int
-    streams: int
-
-
 def _sign(key: bytes, side: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, side + b"".join(parts), "sha256")
 
@@ -85,23 +74,19 @@ class ListenerProof:
         """The first frame."""
         return _CHALLENGE.pack(_MAGIC, VERSION, self._nonce)
 
-    def accept(self, frame: bytes) -> tuple[StreamHello, bytes]:
+    def accept(self, frame: bytes) -> tuple[RankId, bytes]:
         """The peer, and the verdict to send. Raises PeerRefused, whose text may be sent."""
         if len(frame) != RESPONSE_BYTES:
             raise PeerRefused("not a segue stream")
-        magic, version, nonce, group, index, streams, rank, mac = _RESPONSE.unpack(frame)
+        magic, version, nonce, rank, mac = _RESPONSE.unpack(frame)
         if magic != _MAGIC:
             raise PeerRefused("not a segue stream")
         if version != VERSION:
             raise PeerRefused(f"stream version {version}; this side speaks {VERSION}")
         if not hmac.compare_digest(mac, _sign(self._key, b"writer", self._nonce, frame[:-_MAC])):
             raise PeerRefused("wrong key")
-        if not index < streams:
-            raise PeerRefused("malformed greeting")
         proof = _sign(self._key, b"listener", self._nonce, nonce)
-        return StreamHello(unpack_rank(rank), group, index, streams), _VERDICT.pack(
-            _MAGIC, VERSION, 1, proof, b""
-        )
+        return unpack_rank(rank), _VERDICT.pack(_MAGIC, VERSION, 1, proof, b"")
 
     def refuse(self, reason: str) -> bytes:
         """The verdict that says no."""
@@ -111,9 +96,9 @@ class ListenerProof:
 class WriterProof:
     """The connecting end of one stream. Pure: bytes in, bytes out."""
 
-    def __init__(self, key: bytes, hello: StreamHello) -> None:
+    def __init__(self, key: bytes, me: RankId) -> None:
         self._key = key
-        self._hello = hello
+        self._me = me
         self._nonce = secrets.token_bytes(_NONCE)
         self._theirs = b""
 
@@ -124,16 +109,7 @@ class WriterProof:
             raise PeerRefused("the address of the peer does not answer as a segue transport")
         if version != VERSION:
             raise PeerRefused(f"the peer speaks stream version {version}, this side {VERSION}")
-        head = _RESPONSE.pack(
-            _MAGIC,
-            VERSION,
-            self._nonce,
-            self._hello.group,
-            self._hello.index,
-            self._hello.streams,
-            pack_rank(self._hello.rank),
-            bytes(_MAC),
-        )[:-_MAC]
+        head = _RESPONSE.pack(_MAGIC, VERSION, self._nonce, pack_rank(self._me), bytes(_MAC))[:-_MAC]
         return head + _sign(self._key, b"writer", self._theirs, head)
 
     def finish(self, verdict: bytes) -> None:

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from functools import partial
 
 from segue.kv.errors import PeerRefused
-from segue.kv.pending import PendingConnections
+from segue.kv.ids import RankId
+from segue.kv.pending import PendingConnections, Refusals
 from segue.kv.session.tls import explain_tls
 from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.net.ioloop import IoLoop, Timer
@@ -72,7 +73,7 @@ class AuthenticatedListener:
         sock: socket.socket,
         key: bytes,
         open_channel: Callable[[socket.socket], Channel | None],
-        admit: Callable[[Channel, handshake.StreamHello, bytes], None],
+        admit: Callable[[Channel, RankId, bytes], None],
         *,
         name: str,
         handshake_s: float,
@@ -87,6 +88,7 @@ class AuthenticatedListener:
         self._name = name
         self._handshake_s = handshake_s
         self._pending: PendingConnections[PendingConnection] = PendingConnections(max_pending, per_address)
+        self._refusals = Refusals()
         self._rests: Timer | None = None
 
     def open(self) -> None:
@@ -145,7 +147,11 @@ class AuthenticatedListener:
         self._rests = self._loop.later(REST_S, self.open)
 
     def _failed(self, exc: OSError) -> None:
-        log.warning("%s cannot let a peer in: %s", self._name, exc.strerror)
+        self._warn(f"{self._name} cannot let a peer in", exc.strerror or repr(exc))
+
+    def _warn(self, what: str, reason: str) -> None:
+        if line := self._refusals.line(f"{what}: {reason}", reason, self._loop.time()):
+            log.warning("%s", line)
 
     def _ready(self, pending: PendingConnection, _events: int) -> None:
         self._guard(pending, self._read if pending.challenged else self._challenge)
@@ -154,7 +160,7 @@ class AuthenticatedListener:
         try:
             step(pending)
         except ssl.SSLError as exc:
-            log.warning("a %s connection was refused: %s", self._name, explain_tls(exc))
+            self._warn(f"a {self._name} connection was refused", explain_tls(exc))
             self._drop(pending)
         except OSError:
             self._drop(pending)  # its end
@@ -181,11 +187,11 @@ class AuthenticatedListener:
 
     def _judge(self, pending: PendingConnection) -> None:
         try:
-            hello, verdict = pending.proof.accept(pending.frame)
+            peer, verdict = pending.proof.accept(pending.frame)
             self._forget(pending)
-            self._admit(pending.channel, hello, verdict)
+            self._admit(pending.channel, peer, verdict)
         except PeerRefused as exc:
-            log.warning("a %s connection was refused: %s", self._name, exc)
+            self._warn(f"a {self._name} connection was refused", str(exc))
             pending.channel.send(pending.proof.refuse(exc.info.text))
             self._drop(pending)
         except OSError as exc:

@@ -16,7 +16,6 @@ from functools import partial
 from segue.kv.errors import PeerLost, PeerRefused
 from segue.kv.ids import RankId
 from segue.kv.transport.base import PeerGone, TransportEvent
-from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.net.ioloop import IoLoop, Timer
 from segue.kv.transport.net.listener import AuthenticatedListener
 from segue.kv.transport.net.stream import Channel, PlainChannel
@@ -106,9 +105,8 @@ class ShmListener:
         mine = self._host.peer_uid(sock) == self._host.uid()
         return PlainChannel(sock, messages=True) if mine else None
 
-    def _admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
+    def _admit(self, channel: Channel, rank: RankId, verdict: bytes) -> None:
         assert isinstance(channel, PlainChannel)
-        rank = hello.rank
         if len(self.writers.get(rank, ())) >= MAX_PER_RANK:
             raise PeerRefused(f"{MAX_PER_RANK} connections of this rank have not said goodbye")
         pidfd = self._host.peer_pidfd(channel.sock)

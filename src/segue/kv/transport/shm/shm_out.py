@@ -176,7 +176,7 @@ def map_peer(me: RankId, peer: RankId, endpoint: Endpoint, timeout_s: float, hos
             sock.connect(address.name)
             if host.peer_uid(sock) != host.uid():
                 raise PeerRefused("the shm socket of the peer belongs to another user")
-            proof = handshake.WriterProof(address.key, handshake.StreamHello(me, bytes(16), 0, 1))
+            proof = handshake.WriterProof(address.key, me)
             sock.sendall(proof.respond(read_frame(sock, handshake.CHALLENGE_BYTES)))
             pool, grants = take_memory(sock, proof, endpoint.nbytes, host)
             undo.callback(pool.close)

@@ -45,12 +45,13 @@ from segue.kv.transport.memory.copy_queue import CopyJob
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, allocate, map_shared
 from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.options import TransportOptions
-from segue.kv.transport.paths import Paths, fenced
+from segue.kv.transport.paths import Paths
 from segue.kv.transport.shm.shm_host import HOST, ShmHost
 from segue.kv.transport.shm.shm_in import ShmListener
 from segue.kv.transport.shm.shm_out import MappedPeer, map_peer
 from segue.kv.transport.shm.shm_table import GrantTable
 from segue.kv.transport.shm.shm_wire import ShmAddress
+from segue.kv.transport.write_book import Write, fenced
 
 _CLOSE_S = 5.0
 
@@ -77,7 +78,6 @@ class ShmTransport(Transport):
     preference = 10
     memory_kinds = frozenset({MemoryKind.SHARED})
     automatic = True
-    in_memory = True
 
     def __init__(
         self,
@@ -203,7 +203,8 @@ class ShmTransport(Transport):
                 nbytes = ranges.check(blocks, memory.nbytes, len(pool))
                 allowed = path.allowing(epoch)
                 clock = self._loop.time
-                job = CopyJob(peer, epoch, tag, blocks, nbytes, memory.buffer, pool, allowed, clock)
+                write = Write(epoch, tag, nbytes, clock())
+                job = CopyJob(peer, write, blocks, memory.buffer, pool, allowed, clock)
                 if self._copier.submit(job):
                     return
                 raise OutOfCapacity("too many writes are waiting in the shm transport")

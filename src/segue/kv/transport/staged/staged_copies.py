@@ -8,12 +8,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
 
+from segue.kv.errors import TransferFailed
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.transport.memory.copier import copy_block
 from segue.kv.transport.memory.device_tensors import flat_tensor, torch_module
@@ -46,6 +48,11 @@ def pack(blocks: Sequence[CopyBlock], slot_bytes: int) -> Iterator[PackedPiece]:
         at += b.nbytes
     if out:
         yield PackedPiece(out, into, at)
+
+
+class CopyMayRun(TransferFailed):
+    """A copy was begun on a device, and the wait for its end raised: it may read and write from now on until
+    the process ends."""
 
 
 class CopyThreads:
@@ -81,7 +88,7 @@ class CopyThreads:
 
 class Copies:
     """Between `memory` and `slots`, which is one region of host memory. Calls return when every byte is
-    there."""
+    there. A call that raises leaves nothing running, unless it raises CopyMayRun."""
 
     def __init__(self, memory: Memory, slots: Memory) -> None:
         self._memory = memory
@@ -96,17 +103,20 @@ class Copies:
         self._copy([replace(b, src_offset=b.src_offset + slot_offset) for b in blocks], into=True)
 
     def _copy(self, blocks: Sequence[CopyBlock], *, into: bool) -> None:
-        devices = set()
-        for block in blocks:
-            for index, b in self._in_regions(block, into=into):
-                region = self._memory.regions[index]
-                if region.kind is not MemoryKind.DEVICE:
-                    ends = (self._slots.buffer, region.buffer)
-                    copy_block(*(ends if into else ends[::-1]), b)
-                    continue
-                devices.add(_copy_tensor(flat_tensor(region), self._slots.buffer, b, into=into))
-        for device in devices:
-            _wait(device)
+        devices: set[Any] = set()
+        try:
+            for block in blocks:
+                for index, b in self._in_regions(block, into=into):
+                    region = self._memory.regions[index]
+                    if region.kind is not MemoryKind.DEVICE:
+                        ends = (self._slots.buffer, region.buffer)
+                        copy_block(*(ends if into else ends[::-1]), b)
+                        continue
+                    flat = flat_tensor(region)
+                    devices.add(flat.device)  # before the copy: one that raises may have begun
+                    _begin_copy(flat, self._slots.buffer, b, into=into)
+        finally:
+            _wait(devices)
 
     def _in_regions(self, b: CopyBlock, *, into: bool) -> Iterator[tuple[int, CopyBlock]]:
         """The block in parts that lie in one region each, with its offset counted from that region's start.
@@ -119,36 +129,17 @@ class Copies:
         if len(starts) == 1 or index == self._region_of(last):
             inside = offset - starts[index]
             yield index, replace(b, dst_offset=inside) if into else replace(b, src_offset=inside)
-        elif b.groups > 1:
-            for group in range(b.groups):
-                part = replace(
-                    b,
-                    src_offset=b.src_offset + group * b.src_group_stride,
-                    dst_offset=b.dst_offset + group * b.dst_group_stride,
-                    groups=1,
-                )
-                yield from self._in_regions(part, into=into)
         else:
-            for row in range(b.rows):
-                part = replace(
-                    b,
-                    src_offset=b.src_offset + row * b.src_stride,
-                    dst_offset=b.dst_offset + row * b.dst_stride,
-                    rows=1,
-                )
+            limit_bytes = b.rows * b.row_bytes if b.groups > 1 else b.row_bytes
+            for part in pieces([b], limit_bytes):
                 yield from self._in_regions(part, into=into)
 
     def _region_of(self, offset: int) -> int:
-        starts = self._memory.starts
-        low, high = 0, len(starts)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if starts[middle] <= offset else (low, middle)
-        return low
+        return bisect_right(self._memory.starts, offset) - 1
 
 
-def _copy_tensor(flat: Any, slots: Any, b: CopyBlock, *, into: bool) -> Any:
-    """Begin to copy a block between a device and the slots; the device."""
+def _begin_copy(flat: Any, slots: Any, b: CopyBlock, *, into: bool) -> None:
+    """Begin to copy a block between a device and the slots."""
     torch = torch_module()
     host = torch.frombuffer(slots, dtype=torch.uint8)
     shape = (b.groups, b.rows, b.row_bytes)
@@ -159,13 +150,20 @@ def _copy_tensor(flat: Any, slots: Any, b: CopyBlock, *, into: bool) -> Any:
     target.as_strided(
         shape, (b.dst_group_stride, b.dst_stride, 1), target.storage_offset() + b.dst_offset
     ).copy_(rows, non_blocking=True)
-    return flat.device
 
 
-def _wait(device: Any) -> None:
-    """Until what was begun on this thread's stream of the device has ended."""
-    if device.type != "cpu":
-        getattr(torch_module(), device.type).current_stream(device).synchronize()
+def _wait(devices: set[Any]) -> None:
+    """Until what was begun on this thread's streams of the devices has ended. Raises CopyMayRun if a wait
+    raises, after the other waits."""
+    failed: Exception | None = None
+    for device in devices:
+        try:
+            if device.type != "cpu":
+                getattr(torch_module(), device.type).current_stream(device).synchronize()
+        except Exception as exc:
+            failed = exc
+    if failed is not None:
+        raise CopyMayRun(f"a device copy could not be waited for: {failed!r}") from failed
 
 
 def pin(slots: Memory, memory: Memory) -> None:

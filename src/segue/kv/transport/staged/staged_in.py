@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
 from segue.kv.errors import PeerLost, SegueError, TransferFailed
 from segue.kv.ids import RankId
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.transport.base import PeerGone, TransportEvent
 from segue.kv.transport.epochs import Grants
+from segue.kv.transport.library.library_wire import ControlStream
 from segue.kv.transport.staged import staged_wire as wire
+from segue.kv.transport.staged.staged_copies import CopyMayRun
 from segue.kv.transport.staged.staged_slots import Slots
 
 #: Slots that one writer may ask for at once; an honest one asks for a few.
@@ -80,24 +80,16 @@ class ReaderHost(Protocol):
 
 
 class StagedReader:
-    """One writer's stream. `say` sends it a message, with whether its answer is owed; `answered` says that
-    one came; `close` ends the stream."""
+    """One writer's path."""
 
-    def __init__(
-        self,
-        host: ReaderHost,
-        peer: RankId,
-        say: Callable[[msgspec.Struct, bool], None],
-        answered: Callable[[], None],
-        close: Callable[[], None],
-    ) -> None:
+    #: Set before anything else is asked.
+    stream: ControlStream
+
+    def __init__(self, host: ReaderHost, peer: RankId) -> None:
         self.peer = peer
         self.over: SegueError | None = None
         self.pieces: dict[int, InPiece] = {}
         self._host = host
-        self._say = say
-        self._answered = answered
-        self._close = close
         self._fences: dict[int, list[Callable[[], None]]] = {}
         self._told = False
 
@@ -108,7 +100,7 @@ class StagedReader:
                 if nbytes > self._host.slot_bytes:
                     raise TransferFailed(f"{self.peer} wants a slot of {nbytes} bytes")
                 if (self.peer, epoch) not in self._host.grants:
-                    self._say(wire.PieceRefused(number), False)
+                    self.stream.send(wire.PieceRefused(number))
                     return
                 if len(self.pieces) >= MAX_PIECES:
                     raise TransferFailed(f"{self.peer} wants more than {MAX_PIECES} slots at once")
@@ -137,7 +129,7 @@ class StagedReader:
         if self.over is not None:
             return
         self.over = error
-        self._close()
+        self.stream.close()
         for piece in list(self.pieces.values()):
             self._refuse(piece)
         self._perhaps_gone()
@@ -161,13 +153,13 @@ class StagedReader:
             return False
         piece.state, piece.slot = _S.HELD, slot
         piece.inner_epoch = self._host.inner_grant(self.peer, slot, piece.nbytes, self, piece)
-        self._say(wire.SlotGranted(piece.number, piece.inner_epoch, slot), False)
+        self.stream.send(wire.SlotGranted(piece.number, piece.inner_epoch, slot))
         return True
 
     def _filled(self, number: int, blocks: list[CopyBlock]) -> None:
         piece = self.pieces.get(number)
         if piece is None:  # refused, and its slot was free by a proof
-            self._say(wire.PieceRefused(number), False)
+            self.stream.send(wire.PieceRefused(number))
             return
         if piece.state is _S.COPYING or piece.state is _S.WAITING:
             raise TransferFailed(f"{self.peer} has filled a slot that it does not have")
@@ -175,7 +167,7 @@ class StagedReader:
             self._free(piece)
             return
         if (self.peer, piece.epoch) not in self._host.grants:  # a fence has ended it, and comes here soon
-            self._say(wire.PieceRefused(number), False)
+            self.stream.send(wire.PieceRefused(number))
             self._free(piece)
             return
         try:
@@ -188,11 +180,14 @@ class StagedReader:
         self._host.copy_in(blocks, piece.slot, partial(self._copied, piece))
 
     def _copied(self, piece: InPiece, error: SegueError | None) -> None:
+        if isinstance(error, CopyMayRun):  # the piece stays `COPYING`, with its slot and its fence
+            self.end(error)
+            return
         self._free(piece)
         if error is not None:
             self.end(error)
         elif self.over is None:
-            self._say(wire.PieceCopied(piece.number), False)
+            self.stream.send(wire.PieceCopied(piece.number))
         self._settle(piece.epoch)
         self._perhaps_gone()
 
@@ -205,7 +200,7 @@ class StagedReader:
             return
         if self.over is None:
             piece.owed = piece.state is _S.HELD
-            self._say(wire.PieceRefused(piece.number), piece.owed)
+            self.stream.send(wire.PieceRefused(piece.number), owes=piece.owed)
         self._quarantine(piece)
 
     def _quarantine(self, piece: InPiece) -> None:
@@ -218,7 +213,7 @@ class StagedReader:
     def _heard(self, piece: InPiece) -> None:
         if piece.owed:
             piece.owed = piece.state is _S.HELD
-            self._answered()
+            self.stream.answered()
 
     def _settled(self, piece: InPiece) -> None:
         piece.settled = True

@@ -17,16 +17,19 @@ Proofs:
   filled; otherwise it is not `proven`. Once the path is gone, the reader's own fence is what proves that no
   copy of such a piece is under way.
 - `PeerGone(proven=True)` at the reader: the stream has ended, and with it all copies for this writer.
+
+A device copy whose wait raises (`CopyMayRun`) is taken to run until the process ends: its slot is never given
+again, and no fence of its epoch is answered, so its pages stay in quarantine.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import ClassVar
 
 import msgspec
@@ -56,30 +59,25 @@ from segue.kv.transport.base import (
     WriteFailed,
     Written,
 )
-from segue.kv.transport.emitter import EventEmitter
-from segue.kv.transport.epochs import Grants
 from segue.kv.transport.library.library_wire import ControlStream
 from segue.kv.transport.memory import ranges
 from segue.kv.transport.memory.device_tensors import why_no_tensors
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, allocate
-from segue.kv.transport.net import key_handshake as handshake
-from segue.kv.transport.net.listener import AuthenticatedListener
 from segue.kv.transport.net.stream import Channel
 from segue.kv.transport.options import TransportOptions
-from segue.kv.transport.paths import Paths, Write, not_granted
+from segue.kv.transport.path_transport import PathTransport
 from segue.kv.transport.shm.shm_transport import ShmTransport
-from segue.kv.transport.staged.staged_copies import Copies, CopyThreads, PackedPiece, pin, unpin
+from segue.kv.transport.staged.staged_copies import Copies, CopyMayRun, CopyThreads, PackedPiece, pin, unpin
 from segue.kv.transport.staged.staged_in import InPiece, StagedReader
 from segue.kv.transport.staged.staged_out import StagedWriter
 from segue.kv.transport.staged.staged_slots import Slots
 from segue.kv.transport.staged.staged_wire import StagedMessage
 from segue.kv.transport.tcp import tcp_wire
 from segue.kv.transport.tcp.tcp_net import NET, Net
-from segue.kv.transport.tcp.tcp_sockets import TcpSockets
 from segue.kv.transport.tcp.tcp_transport import TcpTransport
+from segue.kv.transport.write_book import not_granted
 
 _CLOSE_S = 5.0
-_MAX_PENDING = 32
 #: After a path has ended, for the inner one to notice its own end.
 _LINGER_S = 1.0
 
@@ -132,7 +130,7 @@ class StagedHost:
 HOST = StagedHost()
 
 
-class StagedTransport(Transport):
+class StagedTransport(PathTransport[StagedWriter]):
     """See the module's text. A subclass names the inner transport."""
 
     memory_kinds = frozenset(MemoryKind)
@@ -160,12 +158,8 @@ class StagedTransport(Transport):
         tuning: StagedTuning = StagedTuning(),
         host: StagedHost = HOST,
     ) -> None:
-        self._options = options
-        self._host, self._net = host, host.net
-        self._lock = threading.RLock()
-        self._emitter = EventEmitter(self.name, on_event)
-        self._sockets = TcpSockets(self.name, options, host.net)
-        self._paths: Paths[StagedWriter] = Paths(self.name, self.memory_kinds, self._emitter)
+        super().__init__(on_event, options, host.net)
+        self._host = host
         units = options.staging_bytes // (2 * tuning.slots) // tuning.unit_bytes
         self.slot_bytes = max(1, units) * tuning.unit_bytes
         self.max_waiting = tuning.max_waiting
@@ -174,23 +168,20 @@ class StagedTransport(Transport):
         self._copies: Copies | None = None
         self.out_slots = Slots(0, self.slot_bytes, tuning.slots)
         self.in_slots = Slots(tuning.slots * self.slot_bytes, self.slot_bytes, tuning.slots)
-        self.grants = Grants()
-        self._area: dict[tuple[RankId, int], tuple[Content, tcp_wire.Rows]] = {}
         self._numbers = count(1)
         # A fence of an epoch ends it both ways, so no peer, nor our successor, may choose the same ones.
         self._inner_epochs = count(int.from_bytes(host.net.random_bytes(7), "big") + 1)
         #: by the number of a piece, and by the inner epoch of a slot
         self._writing: dict[int, StagedWriter] = {}
         self._reading: dict[int, tuple[StagedReader, InPiece]] = {}
-        self._writers: dict[StagedWriter, ControlStream] = {}
+        self._writers: list[StagedWriter] = []
         self._readers: dict[RankId, list[StagedReader]] = {}
-        self._streams: set[ControlStream] = set()
-        self._listener: AuthenticatedListener | None = None
         #: peers whose inner path ends, and is to be noticed before a new one is opened
         self._lingering: dict[RankId, threading.Event] = {}
+        #: a device copy could not be waited for
+        self._copies_may_run = False
         self._copying = host.copying(f"segue-{self.name}-copy")
         self._inner = host.inner(self.inner_kind, self._from_inner, _next_port(options))
-        self._loop = host.net.loop(f"segue-{self.name}", self._crashed)
         self._loop.start()
 
     # ---- the six methods -----------------------------------------------------------------------
@@ -216,19 +207,7 @@ class StagedTransport(Transport):
                 raise
             self._copies = self._host.copies(memory, slots)
             self._paths.memory = memory
-            key = handshake.new_key(self._net.random_bytes)
-            self._listener = AuthenticatedListener(
-                self._loop,
-                sock,
-                key,
-                self._sockets.accepted,
-                self._admit,
-                name=self.name,
-                handshake_s=self._options.limits.handshake_s,
-                max_pending=_MAX_PENDING,
-            )
-            self._loop.post(self._listener.open)
-        told = self._sockets.endpoint(sock, key, memory.nbytes)
+            told = self._listen(sock, memory.nbytes, self._admit)
         mine = StagedAddress(inner=inner, slot_bytes=self.slot_bytes)
         data = msgspec.msgpack.decode(told.data) | msgspec.to_builtins(mine)
         data["inner"]["data"] = inner.data
@@ -237,13 +216,7 @@ class StagedTransport(Transport):
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`."""
         deadline = self._net.time() + timeout_s
-        with self._lock:
-            memory, old = self._paths.check_connect(peer), self._paths.of.get(peer)
-        if old is not None and old.error is not None:  # it is ending, and its end is told before
-            if not old.gone.wait(timeout_s):
-                raise BootstrapTimeout(f"the old {self.name} path to {peer} did not end within {timeout_s} s")
-            with self._lock:
-                memory = self._paths.check_connect(peer)
+        memory = self._memory_for(peer, lambda old: None if old.error is None else old.gone.wait, timeout_s)
         if memory is None:
             return
         with self._lock:
@@ -255,7 +228,7 @@ class StagedTransport(Transport):
         address, mine = self._sockets.address(peer, endpoint), _address(endpoint)
         if mine.slot_bytes < 1:
             raise PeerRefused(f"{peer} has slots of {mine.slot_bytes} bytes")
-        (channel,) = self._sockets.open_streams(peer, address, 1, round(deadline - self._net.time(), 3))
+        channel = self._sockets.open_stream(peer, address, round(deadline - self._net.time(), 3))
         try:
             left_s = deadline - self._net.time()
             if left_s <= 0:
@@ -264,50 +237,17 @@ class StagedTransport(Transport):
         except BaseException:
             channel.close()
             raise
-        path: StagedWriter
-        stream = self._stream(
-            channel, peer, lambda message: path.told(message), lambda error: path.end(error)
-        )
-        path = StagedWriter(
-            self,
-            peer,
-            endpoint.nbytes,
-            mine.slot_bytes,
-            lambda message, owes: stream.send(message, owes=owes),
-            stream.answered,
-            stream.close,
-            self._host.event(),
-        )
+        path = StagedWriter(self, peer, endpoint.nbytes, mine.slot_bytes, self._host.event())
+        path.stream = stream = self._stream(channel, peer, path.told, path.end)
         with self._lock:
             added = self._paths.add(peer, path)
             if added:
-                self._writers[path] = stream
+                self._writers.append(path)
         if not added:
             channel.close()
             self._paths.check_connect(peer)  # says why
             return
         self._loop.post(stream.open)
-
-    def grant(self, peer: RankId, epoch: int, area: Content) -> None:
-        """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
-        with self._lock:
-            if not self._emitter.closed:
-                self.grants.add(peer, epoch, area)
-
-    def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
-        """See `Transport.write`."""
-        posted = self._net.time()
-        with self._lock:
-            try:
-                path, memory = self._paths.check_write(peer, epoch)
-                nbytes = ranges.check_memory(blocks, memory, path.target_bytes)
-            except SegueError as exc:
-                failed = WriteFailed(peer, epoch, tag, exc)
-            else:
-                write = partial(path.write, Write(epoch, tag, nbytes, posted), list(blocks))
-                self._emitter.run_soon(self._loop, write)
-                return
-        self._emitter.soon(self._loop, failed)
 
     def fence(self, peer: RankId, epoch: int) -> None:
         """See `Transport.fence` and this module's text for what is proven."""
@@ -315,7 +255,6 @@ class StagedTransport(Transport):
             if self._emitter.closed:
                 return
             self.grants.remove(peer, epoch)
-            self._area.pop((peer, epoch), None)
             self._paths.fenced.add(peer, epoch)
         self._emitter.run_soon(self._loop, partial(self._fence, peer, epoch))
 
@@ -325,11 +264,11 @@ class StagedTransport(Transport):
             if self._emitter.closed:
                 return
             self._emitter.closed = True
-        quiet = self._copying.close(_CLOSE_S)
+        quiet = self._copying.close(_CLOSE_S) and not self._copies_may_run
         self._inner.close()
         self._loop.stop(self._release, _CLOSE_S)
         if not quiet:  # the slots stay as they are, for what still copies
-            log.error("a copy of %s did not end within %g s; its memory must stay", self.name, _CLOSE_S)
+            log.error("a copy of %s may still run after %g s; its memory must stay", self.name, _CLOSE_S)
             return
         memory, slots, self._slots, self._copies = self._paths.memory, self._slots, None, None
         self._paths.memory = None
@@ -340,25 +279,14 @@ class StagedTransport(Transport):
 
     # ---- on the loop: who is there -------------------------------------------------------------------
 
-    def _admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
+    def _admit(self, channel: Channel, peer: RankId, verdict: bytes) -> None:
         """See `AuthenticatedListener`."""
-        peer = hello.rank
         for old in list(self._readers.get(peer, ())):
             old.end(PeerLost(f"{peer} connects anew", peer=str(peer)))
             old.replaced()
         channel.send(verdict)
-        path: StagedReader
-        stream = self._stream(
-            channel, peer, lambda message: path.told(message), lambda error: path.end(error)
-        )
-        path = StagedReader(
-            self,
-            peer,
-            lambda message, owes: stream.send(message, owes=owes),
-            stream.answered,
-            lambda: self._closed(stream),
-        )
-        self._streams.add(stream)
+        path = StagedReader(self, peer)
+        path.stream = stream = self._stream(channel, peer, path.told, path.end)
         self._readers.setdefault(peer, []).append(path)
         stream.open()
 
@@ -372,10 +300,6 @@ class StagedTransport(Transport):
         silence_s = self._options.limits.peer_silence_s
         return ControlStream(self._loop, channel, peer, told, ended, silence_s, StagedMessage)
 
-    def _closed(self, stream: ControlStream) -> None:
-        self._streams.discard(stream)
-        stream.close()
-
     def writer_gone(self, path: StagedWriter) -> bool:
         """The path reads our memory no more. True if it was connected."""
         with self._lock:
@@ -384,7 +308,8 @@ class StagedTransport(Transport):
                 self._lingering[path.peer] = linger = self._host.event()
                 if path.inner_gone:
                     linger.set()
-        self._writers.pop(path, None)
+        if path in self._writers:
+            self._writers.remove(path)
         return connected
 
     def forget_reader(self, path: StagedReader) -> None:
@@ -400,8 +325,7 @@ class StagedTransport(Transport):
         if any(other.over is None for other in self._readers.get(peer, ())):
             return False
         with self._lock:
-            for epoch in self.grants.remove_peer(peer):
-                self._area.pop((peer, epoch), None)
+            self.grants.remove_peer(peer)
         return True
 
     def _fence(self, peer: RankId, epoch: int) -> None:
@@ -457,6 +381,9 @@ class StagedTransport(Transport):
             error: SegueError | None = None
             try:
                 copy(copies)
+            except CopyMayRun as exc:
+                error = exc
+                self._copies_may_run = True
             except Exception as exc:
                 error = TransferFailed(f"a copy of {self.name} failed: {exc!r}")
             self._emitter.run_soon(self._loop, partial(ended, error))
@@ -488,16 +415,13 @@ class StagedTransport(Transport):
         """Raises TransferFailed unless blocks of a slot of `nbytes` lead into what the epoch was granted."""
         memory = self._paths.memory
         with self._lock:
-            area = self.grants.area(peer, epoch)
-        if area is None or memory is None:
+            grant = self.grants.find(peer, epoch)
+        if grant is None or memory is None:
             raise not_granted(peer, epoch)
         if ranges.check(blocks, nbytes, memory.nbytes) != nbytes:
             raise TransferFailed(f"{peer} has filled another slot than it asked for")
-        found = self._area.get((peer, epoch))
-        if found is None or found[0] is not area:
-            found = self._area[peer, epoch] = (area, tcp_wire.ranges_of(area, memory.nbytes))
         for rows in tcp_wire.cut(blocks, 2**30, 2**20):
-            if not tcp_wire.inside(rows.target, found[1]):
+            if not grant.holds(rows.target, memory.nbytes):
                 raise TransferFailed(f"{peer} writes outside what epoch {epoch:x} was granted")
 
     # ---- the inner transport ---------------------------------------------------------------------------
@@ -547,8 +471,9 @@ class StagedTransport(Transport):
         """The loop's last call."""
         if self._listener is not None:
             self._listener.close()
-        for stream in [*self._streams, *self._writers.values()]:
-            stream.close()
+        ends: list[StagedWriter | StagedReader] = [*self._writers, *chain(*self._readers.values())]
+        for end in ends:
+            end.stream.close()
         self._paths.of.clear()
 
 

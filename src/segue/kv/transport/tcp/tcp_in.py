@@ -10,19 +10,14 @@ import logging
 import select
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-
-import numpy as np
 
 from segue.kv.errors import PeerLost, SegueError, TransferFailed
 from segue.kv.ids import RankId
-from segue.kv.layout.content import Content
 from segue.kv.transport.epochs import Grants
 from segue.kv.transport.memory.pool_memory import Memory
-from segue.kv.transport.net import key_handshake as handshake
-from segue.kv.transport.net.ioloop import IoLoop, Timer
-from segue.kv.transport.net.listener import AuthenticatedListener
+from segue.kv.transport.net.ioloop import IoLoop
+from segue.kv.transport.net.silence import SilenceWatch
 from segue.kv.transport.net.stream import Channel, PlainChannel
 from segue.kv.transport.tcp import tcp_wire
 from segue.kv.transport.tcp.tcp_net import TcpTuning
@@ -32,15 +27,6 @@ _SCRATCH_BYTES = 256 * 1024
 _MAX_STEPS = 16  # or a slice of bytes: then other streams and calls have their turn
 
 log = logging.getLogger("segue.tcp")
-
-
-@dataclass(slots=True, eq=False)
-class StreamGroup:
-    """All streams of one `connect` of one peer."""
-
-    peer: RankId
-    ident: bytes
-    streams: list[InStream] = field(default_factory=list)
 
 
 class InStream:
@@ -68,18 +54,15 @@ class InStream:
         self._slice_bytes = tuning.slice_bytes
         self._lowat_bytes = tuning.lowat_bytes
         self._lowat = 1
-        self._stall_s = stall_s
         self._scratch = bytearray(_SCRATCH_BYTES)
-        self._area: Content | None = None  # area of the epoch that wrote last; its byte ranges
-        self._ranges: tcp_wire.Rows = np.empty((0, 2), np.uint64)
         self._head = bytearray()
         self._header: Header | None = None
         self._cursor: Cursor | None = None  # while bytes land
         self._drain = 0  # bytes still to throw away
         self._status = tcp_wire.LANDED
-        self._moved = False
+        self._moved_at = 0.0
         self._taken = 0  # bytes in this turn
-        self._stall: Timer | None = None
+        self._silence = SilenceWatch(loop, stall_s, self._owed_since, self._stalled)
         self._closed = False
         loop.watch(self._fd, select.EPOLLIN, self._ready)
         if channel.buffered:  # the peer's first bytes may have come with the last of the handshake
@@ -87,9 +70,7 @@ class InStream:
 
     def close(self) -> None:
         """Stop reading and close. Idempotent."""
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+        self._silence.stop()
         self._closed = True
         self._loop.unwatch(self._fd)
         self._channel.close()
@@ -112,7 +93,7 @@ class InStream:
 
     def _step(self) -> bool:
         """Read once. True when there may be more to read right now."""
-        self._moved = True
+        self._moved_at = self._loop.time()
         if self._drain:
             return self._throw_away()
         if self._cursor is not None:
@@ -127,20 +108,18 @@ class InStream:
             head, self._head = self._head, bytearray()
             if self._header is None:
                 self._header = tcp_wire.parse_header(head)
-                self._watch_stall()
+                self._silence.start()
             else:
                 self._begin(self._header, head)
         return True
 
     def _begin(self, header: Header, data: bytearray) -> None:
         rows = tcp_wire.parse_rows(data, header)
-        area = self._grants.area(self._peer, header.epoch)
-        if area is None:
+        grant = self._grants.find(self._peer, header.epoch)
+        if grant is None:
             self._status, self._drain = tcp_wire.REFUSED, header.nbytes
             return
-        if area is not self._area:
-            self._area, self._ranges = area, tcp_wire.ranges_of(area, self._memory.nbytes)
-        if not tcp_wire.inside(rows, self._ranges):
+        if not grant.holds(rows, self._memory.nbytes):
             text = f"{self._peer} writes outside the pages granted to epoch {header.epoch:x}"
             log.error("%s: its streams are closed", text)
             raise TransferFailed(text, retryable=False)
@@ -190,85 +169,52 @@ class InStream:
             where = "" if self._header is None else " in the middle of a write"
             raise PeerLost(f"{self._peer} closed its stream{where}", peer=str(self._peer))
 
-    def _watch_stall(self) -> None:
-        if self._stall is None:
-            self._moved = False
-            self._stall = self._loop.later(self._stall_s, self._check_stall)
+    def _owed_since(self) -> float | None:
+        """The rest of a part that has begun is owed."""
+        return None if self._header is None else self._moved_at
 
-    def _check_stall(self) -> None:
-        self._stall = None
-        if self._header is None:
-            return
-        if not self._moved:
-            self._broken(PeerLost(f"{self._peer} stalled in the middle of a write", peer=str(self._peer)))
-            return
-        self._watch_stall()
+    def _stalled(self) -> None:
+        self._broken(PeerLost(f"{self._peer} stalled in the middle of a write", peer=str(self._peer)))
 
 
-class TcpListener:
-    """Every stream that came in and has proven itself, by the peer and its `connect`.
+class InStreams:
+    """The stream of each writer that has proven itself, at most `max_streams`.
 
-    stream: makes the stream of an authenticated channel. gone: hears of a peer whose streams have ended.
+    stream: makes the stream of an authenticated channel. gone: hears of a peer whose stream has ended.
     """
 
     def __init__(
         self,
-        loop: IoLoop,
-        sock: socket.socket,
-        key: bytes,
         stream: Callable[[Channel, RankId, Callable[[SegueError], None]], InStream],
         gone: Callable[[RankId, SegueError], None],
-        channel: Callable[[socket.socket], Channel],
-        *,
-        tuning: TcpTuning,
-        handshake_s: float,
+        max_streams: int,
     ) -> None:
         self._stream = stream
         self._gone = gone
-        self._channel = channel
-        self._max_streams = tuning.max_streams
-        self._count = 0
-        self.groups: dict[RankId, StreamGroup] = {}
-        self.listener = AuthenticatedListener(
-            loop,
-            sock,
-            key,
-            self._open_channel,
-            self._admit,
-            name="tcp",
-            handshake_s=handshake_s,
-            max_pending=tuning.max_pending,
-        )
+        self._max_streams = max_streams
+        self.of: dict[RankId, InStream] = {}
+
+    @property
+    def full(self) -> bool:
+        """Nobody else is let in."""
+        return len(self.of) >= self._max_streams
+
+    def admit(self, channel: Channel, peer: RankId, verdict: bytes) -> None:
+        """See `AuthenticatedListener`."""
+        channel.send(verdict)
+        stream: InStream = self._stream(channel, peer, lambda error: self._broken(peer, stream, error))
+        if (old := self.of.get(peer)) is not None:
+            old.close()  # the peer connects anew: what was left of its old stream is cut
+        self.of[peer] = stream
 
     def close(self) -> None:
-        """Close every socket; no event."""
-        self.listener.close()
-        for group in self.groups.values():
-            self._shut(group)
-        self.groups.clear()
-
-    def _open_channel(self, sock: socket.socket) -> Channel | None:
-        return self._channel(sock) if self._count < self._max_streams else None
-
-    def _admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
-        channel.send(verdict)
-        group = self.groups.get(hello.rank)
-        if group is not None and group.ident != hello.group:
-            self._shut(group)  # the peer connects anew: what was left of the old streams is cut
-            group = None
-        if group is None:
-            group = self.groups[hello.rank] = StreamGroup(hello.rank, hello.group)
-        group.streams.append(self._stream(channel, hello.rank, partial(self._broken, group)))
-        self._count += 1
-
-    def _shut(self, group: StreamGroup) -> None:
-        for stream in group.streams:
+        """Close every stream; no event."""
+        for stream in self.of.values():
             stream.close()
-        self._count -= len(group.streams)
-        group.streams.clear()
+        self.of.clear()
 
-    def _broken(self, group: StreamGroup, error: SegueError) -> None:
-        self._shut(group)
-        if self.groups.get(group.peer) is group:
-            del self.groups[group.peer]
-            self._gone(group.peer, error)
+    def _broken(self, peer: RankId, stream: InStream, error: SegueError) -> None:
+        stream.close()
+        if self.of.get(peer) is stream:
+            del self.of[peer]
+            self._gone(peer, error)

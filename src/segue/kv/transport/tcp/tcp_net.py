@@ -13,14 +13,11 @@ from segue.kv.transport.net.ioloop import IoLoop
 from segue.kv.transport.net.stream import PlainChannel
 from segue.kv.transport.tcp.tcp_wire import MAX_PART_BYTES
 
-MAX_STREAMS_PER_PEER = 64
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpTuning:
     """Sizes and bounds; the defaults are measured (bench/transport.py). Raises ConfigError.
 
-    streams: per peer; on loopback more than one only cost header and wake-ups, a fast NIC wants more.
     part_bytes: of a write that is sent, and answered, at once.
     slice_bytes: at most this much lands after a fence was called, before it is answered.
     lowat_bytes: what a reader sleeps for; with 64 KiB a hand-off took 1.6 times as long.
@@ -28,7 +25,6 @@ class TcpTuning:
     max_parts: that wait for one peer.
     """
 
-    streams: int = 1
     part_bytes: int = 16 * 2**20
     slice_bytes: int = 4 * 2**20
     lowat_bytes: int = 512 * 2**10
@@ -37,8 +33,6 @@ class TcpTuning:
     max_parts: int = 65536
 
     def __post_init__(self) -> None:
-        if not 1 <= self.streams <= MAX_STREAMS_PER_PEER:
-            raise ConfigError(f"tcp needs 1 to {MAX_STREAMS_PER_PEER} streams per peer, not {self.streams}")
         if not 1 <= self.part_bytes <= MAX_PART_BYTES:
             raise ConfigError(f"part_bytes must be in 1 … {MAX_PART_BYTES}, not {self.part_bytes}")
 
@@ -55,7 +49,7 @@ class Net:
         return time.monotonic()
 
     def random_bytes(self, nbytes: int) -> bytes:
-        """Unpredictable bytes: keys, and names of groups of streams."""
+        """Unpredictable bytes: keys."""
         return secrets.token_bytes(nbytes)
 
     def listen(self, host: str, port: int) -> socket.socket:

@@ -92,31 +92,26 @@ class TcpSockets:
         server = self._options.tls.server
         return TlsChannel(server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
-    def open_streams(self, peer: RankId, address: TcpAddress, count: int, timeout_s: float) -> list[Channel]:
-        """Connect and prove `count` streams, one after the other, within `timeout_s` altogether.
+    def open_stream(self, peer: RankId, address: TcpAddress, timeout_s: float) -> Channel:
+        """Connect and prove a stream within `timeout_s`.
 
         Raises TransferFailed, PeerRefused, Unauthorized (the certificate) or BootstrapTimeout; then
         nothing is left open.
         """
         deadline = self._net.time() + timeout_s
-        group = self._net.random_bytes(16)
-        sockets: list[socket.socket] = []
+        sock: socket.socket | None = None
         try:
-            for index in range(count):
-                sock = self._net.connect((address.host, address.port), self._left(deadline))
-                sockets.append(sock)
-                self._prepare(sock)
-                if self._options.tls is not None:
-                    sock.settimeout(self._left(deadline))
-                    client = self._options.tls.client
-                    sock = sockets[-1] = client.wrap_socket(sock, server_hostname=address.host)
-                hello = handshake.StreamHello(self._options.me, group, index, count)
-                proof = handshake.WriterProof(address.key, hello)
-                sock.sendall(proof.respond(self._exactly(sock, handshake.CHALLENGE_BYTES, deadline)))
-                proof.finish(self._exactly(sock, handshake.VERDICT_BYTES, deadline))
-                sock.setblocking(False)
+            sock = self._net.connect((address.host, address.port), self._left(deadline))
+            self._prepare(sock)
+            if self._options.tls is not None:
+                sock.settimeout(self._left(deadline))
+                sock = self._options.tls.client.wrap_socket(sock, server_hostname=address.host)
+            proof = handshake.WriterProof(address.key, self._options.me)
+            sock.sendall(proof.respond(self._exactly(sock, handshake.CHALLENGE_BYTES, deadline)))
+            proof.finish(self._exactly(sock, handshake.VERDICT_BYTES, deadline))
+            sock.setblocking(False)
         except BaseException as exc:
-            for sock in sockets:
+            if sock is not None:
                 sock.close()
             where = f"{peer} at {address.host}:{address.port}"
             if isinstance(exc, TimeoutError):
@@ -128,7 +123,7 @@ class TcpSockets:
                 why = exc.strerror if isinstance(exc, OSError) else None
                 raise TransferFailed(f"no {self._name} path to {where}: {why or exc}") from exc
             raise
-        return [TlsChannel(s) if isinstance(s, ssl.SSLSocket) else self._net.channel(s) for s in sockets]
+        return TlsChannel(sock) if isinstance(sock, ssl.SSLSocket) else self._net.channel(sock)
 
     def _prepare(self, sock: socket.socket) -> None:
         """Options of every stream. Buffer sizes stay with the kernel's autotuning, which on common

@@ -1,4 +1,4 @@
-"""`tcp`: scatter and gather straight between two pools, over several streams per peer.
+"""`tcp`: scatter and gather straight between two pools, over one stream per peer.
 
 The receiver performs every write into its memory itself, so its `fence` and its `PeerGone` are proofs:
 all receiving runs on one thread, each slice looks for its grant first, and `Fenced` is told from that
@@ -13,32 +13,25 @@ still does on other paths.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable
 from functools import partial
 
 from segue.kv.errors import Internal, SegueError
 from segue.kv.ids import RankId
-from segue.kv.layout.blocks import CopyBlock
-from segue.kv.layout.content import Content
-from segue.kv.transport.base import Endpoint, EventSink, Fenced, PeerGone, Transport, WriteFailed
-from segue.kv.transport.emitter import EventEmitter
-from segue.kv.transport.epochs import Grants
-from segue.kv.transport.memory import ranges
+from segue.kv.transport.base import Endpoint, EventSink, Fenced, PeerGone
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
-from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.net.stream import Channel
 from segue.kv.transport.options import TransportOptions
-from segue.kv.transport.paths import Paths
-from segue.kv.transport.tcp.tcp_in import InStream, TcpListener
+from segue.kv.transport.path_transport import PathTransport
+from segue.kv.transport.tcp.tcp_in import InStream, InStreams
 from segue.kv.transport.tcp.tcp_net import NET, Net, TcpTuning
 from segue.kv.transport.tcp.tcp_out import PeerWriter
-from segue.kv.transport.tcp.tcp_sockets import TcpSockets
 
 _CLOSE_S = 5.0
 
 
-class TcpTransport(Transport):
+class TcpTransport(PathTransport[PeerWriter]):
     """`Transport` over TCP. It listens from `register` on. A peer that takes or gives no byte of a write for
     the limit of silence, or acknowledges none, is gone."""
 
@@ -55,18 +48,11 @@ class TcpTransport(Transport):
         tuning: TcpTuning = TcpTuning(),  # noqa: B008
         net: Net = NET,
     ) -> None:
-        self._options = options
+        super().__init__(on_event, options, net)
         self._tuning = tuning
         self._stall_s = options.limits.peer_silence_s
-        self._lock = threading.RLock()
-        self._emitter = EventEmitter(self.name, on_event)
         self._views: list[memoryview] = []  # exports: no mapping can be unmapped under our feet
-        self._incoming: TcpListener | None = None
-        self._grants = Grants()
-        self._paths: Paths[PeerWriter] = Paths(self.name, self.memory_kinds, self._emitter)
-        self._net = net
-        self._sockets = TcpSockets(self.name, options, net)
-        self._loop = net.loop("segue-tcp", self._crashed)
+        self._incoming = InStreams(self._in_stream, self._writer_gone, tuning.max_streams)
         self._loop.start()
 
     # ---- the six methods -----------------------------------------------------------------------
@@ -75,22 +61,16 @@ class TcpTransport(Transport):
         """See `Transport.register`. Raises ConfigError when the port cannot be listened on."""
         with self._lock:
             self._paths.check_register(memory)
-            listener = self._sockets.listen()
+            sock = self._sockets.listen()
             self._paths.memory = memory
             self._views = [memoryview(region.buffer) for region in memory.regions]
-            key = handshake.new_key(self._net.random_bytes)
-            self._incoming = TcpListener(
-                self._loop,
-                listener,
-                key,
-                partial(self._in_stream, memory),
-                self._writer_gone,
-                self._sockets.accepted,
-                tuning=self._tuning,
-                handshake_s=self._options.limits.handshake_s,
+            return self._listen(
+                sock,
+                memory.nbytes,
+                self._incoming.admit,
+                open_channel=self._open_channel,
+                max_pending=self._tuning.max_pending,
             )
-            self._loop.post(self._incoming.listener.open)
-        return self._sockets.endpoint(listener, key, memory.nbytes)
 
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
@@ -99,11 +79,11 @@ class TcpTransport(Transport):
         if memory is None:
             return
         address = self._sockets.address(peer, endpoint)
-        channels = self._sockets.open_streams(peer, address, self._tuning.streams, timeout_s)
+        channel = self._sockets.open_stream(peer, address, timeout_s)
         path = PeerWriter(
             self._loop,
             peer,
-            channels,
+            channel,
             memory,
             endpoint.nbytes,
             self._emitter.emit,
@@ -115,36 +95,14 @@ class TcpTransport(Transport):
             if self._paths.add(peer, path):
                 self._loop.post(path.open)
                 return
-        for channel in channels:
-            channel.close()
-
-    def grant(self, peer: RankId, epoch: int, area: Content) -> None:
-        """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
-        with self._lock:
-            if not self._emitter.closed:
-                self._grants.add(peer, epoch, area)
-
-    def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
-        """See `Transport.write`."""
-        posted = self._loop.time()
-        with self._lock:
-            try:
-                path, memory = self._paths.check_write(peer, epoch)
-                nbytes = ranges.check_memory(blocks, memory, path.target_bytes)
-            except SegueError as exc:
-                failed = WriteFailed(peer, epoch, tag, exc)
-            else:
-                write = partial(path.write, epoch, tag, blocks, nbytes, posted)
-                self._emitter.run_soon(self._loop, write)
-                return
-        self._emitter.soon(self._loop, failed)
+        channel.close()
 
     def fence(self, peer: RankId, epoch: int) -> None:
         """See `Transport.fence`; proven, except when the path broke under a write of this side."""
         with self._lock:
             if self._emitter.closed:
                 return
-            self._grants.remove(peer, epoch)  # seen before the next slice lands
+            self.grants.remove(peer, epoch)  # seen before the next slice lands
             self._paths.fenced.add(peer, epoch)
             path = self._paths.of.get(peer)
             if path is not None:
@@ -164,7 +122,7 @@ class TcpTransport(Transport):
 
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
-        paths, incoming = dict(self._paths.of), self._incoming.groups if self._incoming is not None else ()
+        paths, incoming = dict(self._paths.of), dict(self._incoming.of)
         for path in paths.values():  # its writes and fences are answered
             self._emitter.run_soon(self._loop, partial(path.end, Internal(self._emitter.failure)))
         self._emitter.all_gone(peer for peer in incoming if peer not in paths)
@@ -173,20 +131,23 @@ class TcpTransport(Transport):
         for path in self._paths.of.values():
             path.close()
         self._paths.of.clear()
-        if self._incoming is not None:
-            self._incoming.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._incoming.close()
         self._views.clear()
         self._paths.memory = None
 
-    def _in_stream(
-        self, memory: Memory, channel: Channel, peer: RankId, broken: Callable[[SegueError], None]
-    ) -> InStream:
+    def _open_channel(self, sock: socket.socket) -> Channel | None:
+        return None if self._incoming.full else self._sockets.accepted(sock)
+
+    def _in_stream(self, channel: Channel, peer: RankId, broken: Callable[[SegueError], None]) -> InStream:
+        assert self._paths.memory is not None
         return InStream(
             self._loop,
             channel,
             peer,
-            memory,
-            self._grants,
+            self._paths.memory,
+            self.grants,
             broken,
             tuning=self._tuning,
             stall_s=self._stall_s,
@@ -194,7 +155,7 @@ class TcpTransport(Transport):
 
     def _writer_gone(self, peer: RankId, error: SegueError) -> None:
         with self._lock:
-            self._grants.remove_peer(peer)
+            self.grants.remove_peer(peer)
         self._emitter.emit(PeerGone(peer, True, error))
 
     def _path_gone(self, path: PeerWriter, error: SegueError) -> None:

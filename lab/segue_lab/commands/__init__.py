@@ -1,0 +1,1 @@
+"""The commands `segue sim` and `segue advise`."""

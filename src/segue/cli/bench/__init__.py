@@ -1,0 +1,1 @@
+"""The load generator of `segue bench`, and its figures."""

@@ -1,1 +1,0 @@
-"""Tools that serving does not need: simulator, measurements, advice."""

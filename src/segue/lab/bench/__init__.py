@@ -1,1 +1,0 @@
-"""A load generator and its figures."""
