@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from test_handoff_tombstones import destination
-from test_handoff_transitions import CLIENT, PROMPT, Case
+from test_handoff_transitions import CLIENT, PROMPT, Case, a_destination
 
 from segue.kv.errors import Internal
 from segue.kv.ids import KVPoll, TransferId
@@ -34,7 +33,7 @@ def early(w: Case, exchange: Exchange, transfer: TransferId | None = None) -> No
     if room is None:
         room = rooms.rooms[name.sent_as] = Room(name.sent_as)
     rooms._keep(
-        room.parked, Parked(w.decode.me, destination(name, 1), DeadlineEntry(9.0, lambda _: None), 9.0)
+        room.parked, Parked(w.decode.me, a_destination(name, 0), DeadlineEntry(9.0, lambda _: None), 9.0)
     )
 
 
