@@ -36,12 +36,15 @@ from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
 from segue.kv.protocol.link import partners, writes
-from segue.kv.protocol.messages import HandoffMessage
+from segue.kv.protocol.messages import ChunkPosted, HandoffMessage, Metadata
 
 KV = KVShape(layers=2, kv_heads=1, k_dim=1, v_dim=1, dtype="int64", item_bytes=8)
 #: Layers where a side has several ranks: they divide by 1, 2 and 3.
 MANY_LAYERS = 6
 POISON = -1
+#: The prompt of a `Case`.
+PROMPT = 10
+CLIENT = AbortedByClient("client left").info
 
 
 def pool_spec(pages: int, page_tokens: int) -> PoolSpec:
@@ -677,3 +680,85 @@ class World:
             assert sizes.pop("peers") == 1
             assert not any(sizes.values()), sizes
             assert node.exchange.counters["internal_errors"] == 0
+
+
+def kinds(effects: list[events.Effect]) -> list[str]:
+    """Effects as short words: the type, with the message or phase it carries. What a machine says to its
+    room or receiver (`events.HandoffEffect`) is left out: their own word follows."""
+    words = []
+    for effect in effects:
+        if isinstance(effect, events.HandoffEffect):
+            continue
+        word = type(effect).__name__
+        if isinstance(effect, events.Send):
+            word = type(effect.message).__name__
+        elif isinstance(effect, events.Phase):
+            word = effect.phase.name
+        words.append(word)
+    return words
+
+
+class Case(World):
+    """One hand-off brought into a given state, with both halves real: `s` and `r`, once they are open."""
+
+    s: Job
+    r: Job
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.transfer = self.new_transfer()
+
+    @property
+    def sender_state(self) -> str:
+        machine = self.prefill.exchange.machines.get(self.transfer)
+        return machine.state.value if machine else "-"
+
+    @property
+    def receiver_state(self) -> str:
+        machine = self.decode.exchange.machines.get(self.transfer)
+        return machine.state.value if machine else "-"
+
+    def open(self, prefix: int = 0) -> Case:
+        self.s = self.open_sender(self.transfer, PROMPT)
+        self.r = self.open_receiver(self.transfer, PROMPT, prefix)
+        return self
+
+    def published(self, prefix: int = 0) -> Case:
+        """Prefill has not read yet where to write."""
+        self.open(prefix)
+        self.publish(self.r)
+        return self
+
+    def waiting(self, prefix: int = 0) -> Case:
+        self.published(prefix)
+        self.deliver(Role.PREFILL)
+        self.deliver(Role.DECODE)
+        return self
+
+    def in_flight(self) -> Case:
+        self.waiting()
+        self.send_chunk(self.s, PROMPT)
+        return self
+
+    def fence_done(self, node: Node, *, proven: bool = True) -> events.FenceDone:
+        """The answer of the one rank of `node` to its fence."""
+        return events.FenceDone(self.transfer, 0, RankId(self.other(node).me), proven)
+
+    def from_prefill(self, message: Any) -> list[events.Effect]:
+        return self.tell(self.decode, events.Received(self.prefill.me, message))
+
+    def chunk(self, **changes: Any) -> ChunkPosted:
+        good = ChunkPosted(
+            transfer=self.transfer,
+            source=0,
+            target=0,
+            sequence=0,
+            span=Span(0, PROMPT),
+            nbytes=PROMPT * 32,
+            final=True,
+        )
+        return msgspec.structs.replace(good, **changes)
+
+    def metadata(self, **changes: Any) -> Metadata:
+        good = Metadata(transfer=self.transfer, prompt_tokens=PROMPT, content=b"7")
+        return msgspec.structs.replace(good, **changes)

@@ -14,7 +14,8 @@ effects that the exchange has returned, in order.
     - EndRoom left                    one of several ways to go on from what stands above the first dash
     - Tick                            another one
 
-`setup NAME from SETUP` is what cases may build on. Leaders are `d`, `e`, `f` of decode and `p`, `p1` … (DP
+`setup NAME from SETUP` is what cases may build on: `from SETUP with decode=d` puts these words where it says
+`$with`. Leaders are `d`, `e`, `f` of decode and `p`, `p1` … (DP
 ranks) of prefill. `new p`, `new d` or `new p d` begins a world with these exchanges; a command is of the
 first one, or of the one that it names (`d EndRoom left`). A word without `=` is the next field. What is left
 out has the default of `Desk.fields`; the room is 7, the hand-off attempt 0 of `d` and `p` (`of=e/1`,
@@ -78,6 +79,7 @@ ERRORS = {
     "broke": TransferFailed("it broke").info,
     "full": OutOfCapacity("others need the pages").info,
     "cut": PeerLost("cut").info,
+    "begun": TransferFailed("it broke", origin="elsewhere", phase="COMPUTING").info,
     "said": TransferFailed("it broke", origin="far away", phase="TRANSFERRING", room=1, elapsed_s=3.0).info,
 }
 STRUCTS: dict[str, Any] = {
@@ -133,7 +135,8 @@ class Node:
     """An exchange, and what its ranks were asked and have not answered."""
 
     exchange: Exchange
-    specs: list[PoolSpec]
+    #: of prefill's and of decode's first rank
+    pools: tuple[PoolSpec, PoolSpec]
     plan: Any
     late_grants: bool
     writes: list[Any] = field(default_factory=list)
@@ -215,7 +218,7 @@ class Desk:
             exchange = Exchange(
                 role, leader(each), str(role), Limits(**limits), transport, mode, DpRanks(**dp)
             )
-            self.nodes[each] = Node(exchange, sides[role is Role.DECODE], plan, late)
+            self.nodes[each] = Node(exchange, (sides[0][0], sides[1][0]), plan, late)
         for each, node in self.nodes.items():
             others = [n for n in names if n != each] or (
                 ["d", "e", "f"] if node.prefill else ["p", "p1", "p2", "p3"]
@@ -243,8 +246,7 @@ class Desk:
                 self.tell(node, self.made(node, verb, rest))
 
     def answer(self, node: Node, verb: str, rest: list[str]) -> None:
-        """What the ranks were asked (`of` a hand-off, or with these tags) is answered, in the order of the words
-        or of the questions."""
+        """What the ranks were asked (`of` a hand-off, or with these tags) is answered, in this order."""
         of = [self.transfer(node, {"of": word[3:]}) for word in rest if word.startswith("of=")]
         tags = [int(word) for word in rest if word.isdecimal()] if verb == "land" else []
         asked = {"land": node.writes, "fenced": node.fences, "summed": node.sums}[verb]
@@ -255,7 +257,6 @@ class Desk:
             if verb == "land":
                 self.tell(node, events.WriteLanded(each.transfer, each.rank, each.tag, 0.1))
             elif verb == "fenced":
-                node.writes = [w for w in node.writes if w.transfer != each.transfer]
                 self.tell(
                     node, events.FenceDone(each.transfer, each.rank, each.partner, "unproven" not in rest)
                 )
@@ -264,13 +265,16 @@ class Desk:
 
     def look(self, node: Node, what: str) -> Any:
         exchange = node.exchange
+        if what.startswith("unproven"):
+            over = "another" if what == "unproven_elsewhere" else "fake"
+            return ",".join(str(f.rank) for f in exchange.unproven_fences(leader("p"), over)) or "-"
         if what == "with":
             return ",".join(sorted(name(peer) for peer in exchange.peers())) or "-"
         if what in (sizes := exchange.sizes()) or what in (sizes := exchange.counters):
             return sizes[what]
         if what == "phase":
             phase = exchange.phase(self.transfer(node, {}))
-            return phase and phase.name
+            return "-" if phase is None else phase.name
         if what == "known_rooms":
             return len(exchange.rooms.rooms)
         if what == "state":
@@ -298,7 +302,8 @@ class Desk:
 
     def fields(self, node: Node, kind: str, transfer: TransferId, prefix: int) -> dict[str, Any]:
         """What a script may leave out."""
-        pages = list(range(prefix // 4, 3))
+        size = node.plan.target_page_tokens
+        pages = list(range(prefix // size, -(-PROMPT // size)))
         digest = node.plan.hash(PROMPT, prefix, len(pages)) if kind == "Destination" else 0
         counts = (transfer.room, transfer.generation, transfer.ordinal)
         known: dict[str, dict[str, Any]] = {
@@ -372,6 +377,8 @@ class Desk:
             ):
                 answers[kind].remove(each)
                 node.granted.pop((each.rank, each.epoch), None) if kind is events.FenceDone else None
+        if kind is events.FenceDone:  # a rank answers when none of its writes is in flight
+            node.writes = [w for w in node.writes if (w.transfer, w.rank) != (event.transfer, event.rank)]
         before = node.exchange.sizes()
         try:
             effects = node.exchange.handle(event, self.now)
@@ -497,14 +504,14 @@ class Desk:
         if isinstance(given, KVPoll):
             return given.name
         if key == "blocks":
-            ranges = [row for block in given for row in block.ranges()]
-            copied = sum(row[2] for row in ranges)
-            ends = [",".join(map(str, sorted(set(self.pages(node, ranges, side))))) for side in (0, 1)]
-            return f"{copied}B:{ends[0]}>{ends[1]}"
+            rows = [row for block in given for row in block.ranges()]
+            copied = f"{sum(row[2] for row in rows)}B"
+            if node.pools[0].slots:  # a state has no page
+                return copied
+            ends = [",".join(map(str, sorted(set(self.pages(node, rows, side))))) for side in (0, 1)]
+            return f"{copied}:{ends[0]}>{ends[1]}"
         if isinstance(given, Content):
-            return f"{sum(int(end - start) for start, end in given.ranges())}B" + "+state" * (
-                given.state is not None
-            )
+            return self.content(node, given)
         if key == "epoch":
             return str(given & 0xFFFFFFFF)
         if isinstance(given, Span):
@@ -515,10 +522,21 @@ class Desk:
             return ",".join(map(str, given)) or "none"
         return given.decode() if isinstance(given, bytes) else str(given)
 
+    def content(self, node: Node, given: Content) -> str:
+        """What is hashed of our pool: bytes, pages, and the layers where they are not all."""
+        side = 0 if node.prefill else 1
+        spec, rows = node.pools[side], [(int(at), int(at), int(end - at)) for at, end in given.ranges()]
+        text = f"{sum(row[2] for row in rows)}B"
+        if spec.slots:
+            return text + "+state" * (given.state is not None)
+        layers = sorted({plane.offset * spec.layer_count // spec.nbytes for plane in given.planes})
+        text += ":" + ",".join(map(str, sorted(set(self.pages(node, rows, side)))))
+        return text + ("@" + ",".join(map(str, layers)) if len(layers) < spec.layer_count else "")
+
     def pages(self, node: Node, ranges: list[tuple[int, int, int]], side: int) -> Iterator[int]:
         """The pages that a copy reads (0) or writes (1); the pools here keep one region for each layer's K
         and V."""
-        spec = node.specs[0]
+        spec = node.pools[side]
         size = spec.page_tokens * spec.shape.item_bytes
         for row in ranges:
             yield from (

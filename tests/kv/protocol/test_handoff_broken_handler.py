@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from handoff_world import pool_spec, receive
-from test_handoff_transitions import Case, kinds
+from handoff_world import Case, kinds, pool_spec, receive
 
 from segue.kv.errors import ErrorCode, Internal, PeerLost
 from segue.kv.ids import Incarnation, LeaderId, RankId, Role, TransferId

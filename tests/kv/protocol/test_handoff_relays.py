@@ -4,8 +4,7 @@ And context parallelism: each source sends its share of a chunk."""
 from __future__ import annotations
 
 import pytest
-from handoff_world import Side, Sides
-from test_handoff_transitions import PROMPT, Case
+from handoff_world import PROMPT, Case, Side, Sides
 
 from segue.kv.errors import ErrorCode, TransferFailed
 from segue.kv.ids import ChecksumMode, KVPoll, RankId, Role, Span

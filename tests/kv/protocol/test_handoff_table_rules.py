@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from test_handoff_transitions import CLIENT, PROMPT, Case, a_destination
+from handoff_world import CLIENT, PROMPT, Case
+from test_handoff_transitions import a_destination
 
 from segue.kv.errors import Internal
 from segue.kv.ids import KVPoll, TransferId

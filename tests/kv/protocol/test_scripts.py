@@ -20,6 +20,7 @@ class Case:
 
     title: str
     base: str
+    with_: str = ""
     values: dict[str, list[str]] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     logs: list[list[str]] = field(default_factory=list)
@@ -30,9 +31,9 @@ def parsed(text: str) -> dict[str, Case]:
     found: dict[str, Case] = {}
     case = None
     for line in text.splitlines():
-        if head := re.fullmatch(r"(?:case|setup) (.+?)(?: from (\S+))?", line):
+        if head := re.fullmatch(r"(?:case|setup) (.+?)(?: from (\S+)(?: with (.+))?)?", line):
             assert head[1] not in found, f"two cases are {head[1]}"
-            case = found[head[1]] = Case(head[1], head[2] or "")
+            case = found[head[1]] = Case(head[1], head[2] or "", head[3] or "")
         elif line.startswith("#") or not line.strip():
             continue
         elif case is None:
@@ -62,6 +63,7 @@ def run(cases: dict[str, Case], case: Case) -> list[list[str]]:
     found: list[list[str]] = []
     for values in itertools.product(*case.values.values()):
         chosen = dict(zip(case.values, values, strict=True))
+        chosen["with"] = filled(case.with_, chosen)
         logs = once([filled(line, chosen) for line in before(cases, case, chosen)], case, chosen)
         assert not found or logs == found, f"{chosen} has another log than the first value"
         found = logs
