@@ -61,7 +61,7 @@ class DpRank:
 
 class DpThreads:
     """`size` ranks that have met, each with what `sampler` makes. `timeout_s` is for what must not run out;
-    an exchange may take `exchange_s`, and `first_word_s` pass before the silence of a rank counts."""
+    an exchange may take `exchange_s`."""
 
     def __init__(
         self,
@@ -72,7 +72,6 @@ class DpThreads:
         identity=lambda rank, own: own.fingerprint,
         limits=None,
         exchange_s=None,
-        first_word_s=None,
     ):
         links, one_by_one = star(size), threading.Lock()
 
@@ -92,8 +91,6 @@ class DpThreads:
         for rank in self.ranks:
             if exchange_s is not None:
                 rank.group._gloo._gloo._set_default_timeout(timedelta(seconds=exchange_s))
-            if first_word_s is not None:
-                rank.group._timeout_s = first_word_s
             rank.start()
 
     def __enter__(self):
