@@ -149,10 +149,10 @@ $(VLLM)/.segue-setup: pyproject.toml | $(STAMP)
 test-vllm: $(VLLM)/.segue-setup ## the KV connector in real vLLM engines on CPUs, in an environment of their own
 	@$(PYTEST) -m vllm --timeout=300 tests/vllm_engines $(ARGS)
 
-# SGLang without what it needs CUDA for; torch and most of the rest are those of $(VENV). Stand-ins for the two
+# SGLang without what it needs CUDA for; torch, pip and most of the rest are those of $(VENV). Stand-ins for the two
 # packages that do not load here are in tests/sglang_engines/absent.
 $(SGLANG)/.segue-setup: pyproject.toml tests/sglang_engines/requirements.txt | $(STAMP)
-	@test -x $(SGLANG)/bin/python || $(BIN)/python -m venv $(SGLANG)
+	@test -x $(SGLANG)/bin/python || $(BIN)/python -m venv --without-pip $(SGLANG)
 	@echo "sglang: the environment $(SGLANG) (1 GiB on disk)"
 	@cd $(SGLANG)/lib/python3*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages > segue.pth
 	@$(SGLANG)/bin/python -m pip install $(QUIET) --no-deps -r tests/sglang_engines/requirements.txt -e .
